@@ -1,0 +1,183 @@
+"""What leader and agents say to each other, as documents in the store: state, never events, so nothing is lost while nobody listens.
+
+    leader  ── nodes/<id>/desired  ──▶  agent        what the node should run
+    leader  ── jobs/<id>           ──▶  agent        the immutable spec of a job that the node runs (a JobSpec)
+    agent   ── nodes/<id>/alive    ──▶  leader       who the node is and what it has; bound to the agent's lease
+    agent   ── nodes/<id>/observed ──▶  leader       what the node runs and what ended and how
+
+All are msgpack of `msgspec.to_builtins`, see `codec.pack`. `VERSION` rises when a change is not readable by the other side.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+VERSION = 1
+
+
+class Gpu(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One GPU of a node, identified by `uuid`; `index` is its position on this node and may change with a reboot."""
+
+    index: int
+    uuid: str
+    model: str
+    memory_mib: int = 0
+    healthy: bool = True
+
+
+class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The value of `nodes/<id>/alive`: the node introduces itself."""
+
+    node: str
+    #: made once per agent state directory and kept there; another agent with this node's name has another one and is refused
+    identity: str
+    #: changes with each boot of the host; ranks of another boot are dead
+    boot_id: str
+    #: host name or address at which other nodes reach ranks on this one
+    address: str
+    #: where the agent serves logs and metrics, "" when it does not
+    agent_url: str
+    gpus: tuple[Gpu, ...]
+    cpus_milli: int
+    memory_mib: int
+    labels: dict[str, str] = {}
+    agent_version: str = ""
+    #: time to live of the agent's lease
+    lease_ttl_s: float = 0.0
+    version: int = VERSION
+
+
+class DesiredRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """One rank on this node. A running rank of a lower generation is stopped first, one of the same generation is left alone."""
+
+    rank: int
+    #: index among this gang's ranks on this node
+    local_rank: int
+    #: device indices on this node, ascending
+    gpus: tuple[int, ...]
+    #: the generation in which this rank was (last) started
+    generation: int
+
+
+class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why this generation exists: what a training job reads after a restart."""
+
+    #: machine-readable: rank_failed, node_lost, prepare_failed, hang, drain, preempted, operator
+    cause: str
+    #: one sentence for people
+    message: str
+    #: "application" or "infrastructure"
+    failure_class: str
+    #: ranks that failed or were on lost nodes, ascending
+    lost_ranks: tuple[int, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
+    #: nodes of this generation that the previous one did not use
+    new_nodes: tuple[str, ...] = ()
+    old_world_size: int = 0
+    new_world_size: int = 0
+    #: log time of the failure
+    failed_at_ms: int = 0
+    #: last checkpoint that the job reported: step and path; step -1 when there was none
+    checkpoint_step: int = -1
+    checkpoint_path: str = ""
+    #: restarts so far, this one included
+    restarts: int = 0
+
+
+class StopNotice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The gang is asked to checkpoint and leave: preemption, drain. It may acknowledge at once; at the deadline it is stopped."""
+
+    cause: str
+    message: str
+    deadline_ms: int
+    #: seconds that the gang was given when the notice was decided; agents count it by their own monotonic clock
+    grace_s: float
+
+
+class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True):
+    """This node's part of one gang.
+
+    `phase` "prepare": stop older generations, check and reserve everything, start nothing. "run": have these ranks running, and start each at
+    most once (a rank that ended stays ended). A gang that is not in the document is stopped and forgotten.
+    """
+
+    job: str
+    generation: int
+    phase: Literal["prepare", "run"]
+    ranks: tuple[DesiredRank, ...]
+    world_size: int
+    #: position of this node among the gang's nodes, and how many there are
+    node_rank: int
+    nodes: int
+    #: set from "run" on in gangs of several nodes; a gang of one node leaves both to the agent (port 0)
+    master_addr: str = ""
+    master_port: int = 0
+    restart: RestartNotice | None = None
+    notice: StopNotice | None = None
+
+
+class Desired(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The value of `nodes/<id>/desired`. Agents refuse a lower epoch or index than they have seen."""
+
+    node: str
+    #: index of the log entry that this is true at, and the epoch of the leader that wrote it
+    index: int
+    epoch: int
+    gangs: tuple[DesiredGang, ...] = ()
+    #: the node is being drained: new ranks will not come
+    draining: bool = False
+    version: int = VERSION
+
+
+class ObservedRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """One rank as the node sees it."""
+
+    rank: int
+    generation: int
+    state: Literal["starting", "running", "stopping", "exited"]
+    pid: int = 0
+    #: exit status 0 to 255, or -N when signal N ended it; meaningless before "exited"
+    exit_code: int = 0
+    #: why it ended when exit status and signal do not tell: "" or start_failed, hang, oom, stopped (we ended it), fenced (ended by the
+    #: dead man's switch), node_restart (gone with a reboot), lost (ended while nobody held its status)
+    cause: str = ""
+    message: str = ""
+    started_at_ms: int = 0
+    exited_at_ms: int = 0
+
+
+class ObservedGang(msgspec.Struct, frozen=True, omit_defaults=True):
+    """This node's part of one gang as it is."""
+
+    job: str
+    generation: int
+    #: "stopping": ranks of a gang that is no longer desired, or of an older generation, are still there and hold their devices
+    phase: Literal["preparing", "prepared", "prepare_failed", "running", "stopping"]
+    ranks: tuple[ObservedRank, ...] = ()
+    #: rendezvous address and port reserved on this node, when prepared
+    address: str = ""
+    port: int = 0
+    #: why preparing failed, for people
+    message: str = ""
+    #: highest step that a rank here reported, -1 for none, and the last checkpoint
+    step: int = -1
+    checkpoint_step: int = -1
+    checkpoint_path: str = ""
+    #: every rank here has acknowledged the stop notice (or ended)
+    acknowledged: bool = False
+
+
+class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The value of `nodes/<id>/observed`. `desired_index` and `epoch` say which desired document it has acted on."""
+
+    node: str
+    identity: str
+    boot_id: str
+    #: rises with each write of one agent process
+    sequence: int
+    desired_index: int
+    epoch: int
+    gangs: tuple[ObservedGang, ...] = ()
+    version: int = VERSION

@@ -1,0 +1,336 @@
+"""All events of the log. Facts are in the past tense; what the policy decided is marked *decision*.
+
+Rules of change (checked by tests/golden): a new optional field with a default keeps the version; anything else is version + 1 with a pure
+upcast of the old body in `UPCASTS`, kept for ever, and a recorded log in tests/golden. Names are stored, so they never change.
+
+A *part* of a gang is what of it is on one node. Times are log time in ms (see leader/clock.py), durations in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+
+from gangline.core.model.documents import Registration
+from gangline.core.model.spec import JobSpec
+
+FailureClass = Literal["application", "infrastructure"]
+Outcome = Literal["succeeded", "failed", "cancelled"]
+
+
+class LogEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of all events."""
+
+    NAME: ClassVar[str] = ""
+    VERSION: ClassVar[int] = 1
+
+
+REGISTRY: dict[str, type[LogEvent]] = {}
+#: (name, version) → pure function from a body of that version to one of the next
+UPCASTS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+E = TypeVar("E", bound=type[LogEvent])
+
+
+def _event(name: str, version: int = 1) -> Callable[[E], E]:
+    def register(cls: E) -> E:
+        if name in REGISTRY:
+            raise ValueError(f"event name {name} is taken by {REGISTRY[name].__name__}")
+        cls.NAME, cls.VERSION = name, version
+        REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+class PlacedRank(msgspec.Struct, frozen=True, array_like=True):
+    """One rank and the devices it gets, by index on the node, ascending."""
+
+    rank: int
+    gpus: tuple[int, ...]
+
+
+class PlacedPart(msgspec.Struct, frozen=True, array_like=True):
+    """What of a gang is on one node. The order of the parts is the order of node ranks, and ranks ascend through it."""
+
+    node: str
+    ranks: tuple[PlacedRank, ...]
+
+
+class RankExit(msgspec.Struct, frozen=True, array_like=True):
+    """How one rank ended: `code` is an exit status or -N for signal N, `cause` as in documents.ObservedRank."""
+
+    rank: int
+    generation: int
+    code: int
+    cause: str = ""
+    message: str = ""
+    at_ms: int = 0
+
+
+# ---------------------------------------------------------------- leadership
+
+
+@_event("leader_elected")
+class LeaderElected(LogEvent):
+    """A scheduler took over. The epoch in the frame is its fencing token, and the first with it."""
+
+    scheduler: str
+
+
+@_event("leader_resigned")
+class LeaderResigned(LogEvent):
+    """The leader hands over on purpose; the last event of its epoch."""
+
+    scheduler: str
+
+
+@_event("brake_set")
+class BrakeSet(LogEvent):
+    """*Decision*: so many nodes vanished at once that the leader suspects itself. While on, nothing is declared lost or moved."""
+
+    on: bool
+    message: str
+    by: str = ""
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@_event("job_submitted")
+class JobSubmitted(LogEvent):
+    """A job was accepted; its client has, or will get, the job id as the answer."""
+
+    job: str
+    spec: JobSpec
+    user: str = ""
+    #: the client's key and the digest of its request: the same key with the same body is the same submission, for as long as the job is known
+    idempotency_key: str = ""
+    body_digest: str = ""
+    trace_id: str = ""
+
+
+@_event("job_stop_requested")
+class JobStopRequested(LogEvent):
+    """Somebody wants the job to end."""
+
+    job: str
+    by: str = ""
+    reason: str = ""
+
+
+@_event("gang_placed")
+class GangPlaced(LogEvent):
+    """*Decision*: the whole gang gets its nodes and devices, as a new generation."""
+
+    job: str
+    generation: int
+    parts: tuple[PlacedPart, ...]
+    reason: str = ""
+
+
+@_event("gangs_deferred")
+class GangsDeferred(LogEvent):
+    """*Decision*: these gangs cannot be placed now, all for the same reason. Written when the reason changes, not every cycle."""
+
+    jobs: tuple[str, ...]
+    #: machine-readable, listed in docs/reasons.md
+    code: str
+    message: str
+    need: dict[str, int] = {}
+    have: dict[str, int] = {}
+
+
+@_event("gang_released")
+class GangReleased(LogEvent):
+    """*Decision*: every node has prepared; all ranks start now and meet at this address."""
+
+    job: str
+    generation: int
+    master_addr: str
+    master_port: int
+
+
+@_event("gang_restarting")
+class GangRestarting(LogEvent):
+    """*Decision*: all ranks end and start again where they are, not before `not_before_ms`."""
+
+    job: str
+    #: the generation that failed
+    generation: int
+    cause: str
+    failure_class: FailureClass
+    message: str
+    lost_ranks: tuple[int, ...] = ()
+    not_before_ms: int = 0
+
+
+@_event("rank_restarting")
+class RankRestarting(LogEvent):
+    """*Decision*: only these ranks start again (on_rank_failure: rank), as generation + 1 of the gang."""
+
+    job: str
+    #: the generation that failed
+    generation: int
+    ranks: tuple[int, ...]
+    cause: str
+    failure_class: FailureClass
+    message: str
+
+
+@_event("gang_preempting")
+class GangPreempting(LogEvent):
+    """*Decision*: the gang is asked to checkpoint and leave by `deadline_ms`; then it is queued again."""
+
+    job: str
+    generation: int
+    cause: str
+    message: str
+    deadline_ms: int
+    grace_s: float
+
+
+@_event("gang_requeued")
+class GangRequeued(LogEvent):
+    """*Decision*: the gang gives its nodes back whole and waits for new ones."""
+
+    job: str
+    #: the generation that ended
+    generation: int
+    cause: str
+    failure_class: FailureClass
+    message: str
+    lost_ranks: tuple[int, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
+    #: nodes that this gang is not placed on again before the time given
+    avoid: tuple[tuple[str, int], ...] = ()
+    not_before_ms: int = 0
+    #: the previous restart was this failure in disguise (its ranks died because the node did): it is taken off the job's budget
+    forgive: bool = False
+
+
+@_event("gang_finished")
+class GangFinished(LogEvent):
+    """*Decision*: the job is over, for ever."""
+
+    job: str
+    outcome: Outcome
+    #: completed, rank_failed, restarts_exhausted, stopped, time_limit, node_lost, …
+    cause: str
+    message: str
+    exit_code: int = 0
+
+
+# ---------------------------------------------------------------- what agents report
+
+
+@_event("node_joined")
+class NodeJoined(LogEvent):
+    """A node registered, came back, or changed what it says of itself."""
+
+    registration: Registration
+
+
+@_event("node_lost")
+class NodeLost(LogEvent):
+    """The node's lease is gone, so its agent has ended its ranks; or the node came back without what ran on it."""
+
+    node: str
+    cause: str
+    message: str
+
+
+@_event("node_prepared")
+class NodePrepared(LogEvent):
+    """The node is ready to start its part, and holds this rendezvous port."""
+
+    job: str
+    generation: int
+    node: str
+    address: str = ""
+    port: int = 0
+
+
+@_event("prepare_failed")
+class PrepareFailed(LogEvent):
+    """The node cannot start its part."""
+
+    job: str
+    generation: int
+    node: str
+    message: str
+
+
+@_event("ranks_started")
+class RanksStarted(LogEvent):
+    """These ranks of the node's part are executing. A rank whose end is reported first counts as started."""
+
+    job: str
+    generation: int
+    node: str
+    ranks: tuple[int, ...]
+
+
+@_event("ranks_exited")
+class RanksExited(LogEvent):
+    """These ranks have ended and nothing of them is left on the node."""
+
+    job: str
+    node: str
+    exits: tuple[RankExit, ...]
+
+
+@_event("part_released")
+class PartReleased(LogEvent):
+    """Nothing of the job is left on the node but its current generation, if it has one there: other devices it held are free."""
+
+    job: str
+    node: str
+
+
+@_event("progress_reported")
+class ProgressReported(LogEvent):
+    """A step that the job reported: the first of each generation and then at most one a minute."""
+
+    job: str
+    generation: int
+    step: int
+
+
+@_event("checkpoint_reported")
+class CheckpointReported(LogEvent):
+    """The job wrote a checkpoint that a restart can use."""
+
+    job: str
+    generation: int
+    step: int
+    path: str = ""
+
+
+@_event("stop_acknowledged")
+class StopAcknowledged(LogEvent):
+    """Every rank on the node has saved what it wants to save."""
+
+    job: str
+    generation: int
+    node: str
+
+
+# ---------------------------------------------------------------- administration
+
+
+@_event("node_administered")
+class NodeAdministered(LogEvent):
+    """An operator's word about a node.
+
+    cordon: no new ranks. drain: cordon, and gangs are asked to move (those that are not preemptible only after `deadline_s`, 0: never).
+    confirm_dead: an unreachable node is off for certain, so gangs with `on_disconnect: keep` may be moved.
+    """
+
+    node: str
+    action: Literal["cordon", "uncordon", "drain", "undrain", "confirm_dead"]
+    by: str = ""
+    reason: str = ""
+    deadline_s: float = 0.0

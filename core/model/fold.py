@@ -1,0 +1,638 @@
+"""`apply`: one event changes the state, or is refused because it cannot happen.
+
+There is one handler for each event, named after it. A handler first checks that the move is legal and raises IllegalTransition, and only then
+changes anything, so a refused event leaves the state as it was. Handlers decide nothing: what should happen next is the policy's business.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from heapq import heappush
+from typing import Any
+
+import msgspec
+
+from gangline.core.model import events as ev
+from gangline.core.model.codec import Frame
+from gangline.core.model.documents import RestartNotice, StopNotice
+from gangline.core.model.state import FINISHED_KEPT, Deferral, Holding, Job, Node, Part, Rank, State
+
+#: a generation that ran so long is healthy: failures after it are not "in a row" with those before (RELIABILITY row 43)
+HEALTHY_MS = 600_000
+
+#: window of the mass-loss brake
+LOSS_WINDOW_MS = 60_000
+
+
+class IllegalTransition(Exception):
+    """The event cannot happen in this state. In a log that is a fault of whoever wrote it; before an append it stops the writer."""
+
+    def __init__(self, event: ev.LogEvent, why: str) -> None:
+        super().__init__(f"{event.NAME}: {why}")
+        self.event = event
+        self.why = why
+
+
+def apply_frame(state: State, frame: Frame) -> None:
+    """Fold a whole frame. Raises IllegalTransition."""
+    for event in frame.events:
+        apply(state, event, frame.index, frame.epoch, frame.at_ms)
+    seal(state, frame.index, frame.digest)
+
+
+def apply(state: State, event: ev.LogEvent, index: int, epoch: int, at_ms: int) -> None:
+    """Fold one event of entry `index`. Raises IllegalTransition and then has changed nothing."""
+    if epoch < state.epoch:
+        raise IllegalTransition(event, f"epoch {epoch} at index {index} is older than epoch {state.epoch}")
+    if epoch > state.epoch and type(event) is not ev.LeaderElected:
+        raise IllegalTransition(event, f"epoch {epoch} at index {index} begins without leader_elected")
+    if at_ms < state.at_ms:
+        raise IllegalTransition(event, f"time {at_ms} at index {index} is before {state.at_ms}")
+    _HANDLERS[type(event)](state, event, index, epoch, at_ms)
+    state.at_ms = at_ms
+
+
+def seal(state: State, index: int, digest: bytes) -> None:
+    """All events of entry `index` are folded; the next frame continues from `digest`."""
+    state.index = index
+    state.digest = digest
+
+
+# ---------------------------------------------------------------- leadership
+
+
+def _leader_elected(state: State, e: ev.LeaderElected, index: int, epoch: int, at_ms: int) -> None:
+    if epoch == state.epoch:
+        raise IllegalTransition(e, f"epoch {epoch} has its leader already ({state.leader})")
+    state.epoch = epoch
+    state.leader = e.scheduler
+
+
+def _leader_resigned(state: State, e: ev.LeaderResigned, index: int, epoch: int, at_ms: int) -> None:
+    if e.scheduler != state.leader:
+        raise IllegalTransition(e, f"{e.scheduler} is not the leader, {state.leader or 'nobody'} is")
+    state.leader = ""
+
+
+def _brake_set(state: State, e: ev.BrakeSet, index: int, epoch: int, at_ms: int) -> None:
+    state.brake.on = e.on
+    state.brake.message = e.message
+    state.brake.since_ms = at_ms
+    if not e.on:
+        state.brake.losses_ms = []
+        for job in state.running:
+            state.scratch.jobs[job] = None
+    state.capacity_version += 1
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def _job_submitted(state: State, e: ev.JobSubmitted, index: int, epoch: int, at_ms: int) -> None:
+    if e.job in state.jobs:
+        raise IllegalTransition(e, f"job {e.job} exists")
+    if e.idempotency_key and e.idempotency_key in state.keys:
+        raise IllegalTransition(e, f"idempotency key {e.idempotency_key!r} belongs to {state.keys[e.idempotency_key]}")
+    if e.spec.name and e.spec.name in state.names:
+        raise IllegalTransition(e, f"name {e.spec.name} belongs to {state.names[e.spec.name]}")
+    state.submitted += 1
+    job = Job(
+        id=e.job, spec=e.spec, number=state.submitted, submitted_at_ms=at_ms, submitted_index=index, user=e.user,
+        idempotency_key=e.idempotency_key, body_digest=e.body_digest, trace_id=e.trace_id, since_ms=at_ms, index=index,
+    )  # fmt: skip
+    state.jobs[job.id] = job
+    if job.idempotency_key:
+        state.keys[job.idempotency_key] = job.id
+    if job.spec.name:
+        state.names[job.spec.name] = job.id
+    insort(state.queue, queue_key(job))
+
+
+def _job_stop_requested(state: State, e: ev.JobStopRequested, index: int, epoch: int, at_ms: int) -> None:
+    job = _live_job(state, e, e.job)
+    job.stop = e.reason or "stopped"
+    job.stop_by = e.by
+    _touch(state, job, index)
+
+
+def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: int) -> None:
+    job = _live_job(state, e, e.job)
+    if job.state not in ("queued", "restarting"):
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    if e.generation != job.generation + 1:
+        raise IllegalTransition(e, f"generation {e.generation} does not follow {job.generation}")
+    _check_placement(state, job, e)
+    if job.state == "queued":
+        _dequeue(state, job)
+        state.running[job.id] = None
+    res = job.spec.resources
+    job.parts = {}
+    job.generation = e.generation
+    job.world_size = sum(len(p.ranks) for p in e.parts)
+    for placed in e.parts:
+        ranks = {r.rank: Rank(gpus=r.gpus, generation=e.generation) for r in placed.ranks}
+        job.parts[placed.node] = Part(ranks=ranks)
+        gpus = tuple(sorted(g for r in placed.ranks for g in r.gpus))
+        _hold(state, state.nodes[placed.node], job.id, gpus, len(ranks) * res.cpus_milli, len(ranks) * res.memory_mib, index)
+    for node_id in job.previous_nodes:
+        if node_id not in job.parts:
+            _leave(state, job, node_id, index)
+    job.released, job.master_addr, job.master_port = False, "", 0
+    job.deferral, job.notice = None, None
+    if job.restart is not None:
+        new_nodes = tuple(n for n in job.parts if n not in job.previous_nodes)
+        job.restart = msgspec.structs.replace(job.restart, new_nodes=new_nodes, new_world_size=job.world_size)
+    _enter(state, job, "placed", index, at_ms)
+
+
+def _check_placement(state: State, job: Job, e: ev.GangPlaced) -> None:
+    res = job.spec.resources
+    gang = job.spec.gang
+    ranks = [r.rank for p in e.parts for r in p.ranks]
+    if ranks != list(range(len(ranks))):
+        raise IllegalTransition(e, "ranks are not 0 to n - 1 in the order of the parts")
+    if not gang.min_ranks <= len(ranks) <= gang.ranks:
+        raise IllegalTransition(e, f"{len(ranks)} ranks, but {job.id} runs with {gang.min_ranks} to {gang.ranks}")
+    if len({p.node for p in e.parts}) != len(e.parts):
+        raise IllegalTransition(e, "a node appears twice")
+    for part in e.parts:
+        node = state.nodes.get(part.node)
+        if node is None or node.status != "up":
+            raise IllegalTransition(e, f"node {part.node} is {'unknown' if node is None else node.status}")
+        own = node.holdings.get(job.id)
+        gpus = [g for r in part.ranks for g in r.gpus]
+        available = set(node.free_gpus) | (set(own.gpus) if own else set())
+        if len(set(gpus)) != len(gpus) or not available.issuperset(gpus):
+            raise IllegalTransition(e, f"devices {sorted(gpus)} of {part.node} are not all free: {sorted(available)} are")
+        if any(len(r.gpus) != res.gpus for r in part.ranks):
+            raise IllegalTransition(e, f"a rank of {job.id} gets other than {res.gpus} devices on {part.node}")
+        cpus = len(part.ranks) * res.cpus_milli - (own.cpus_milli if own else 0)
+        memory = len(part.ranks) * res.memory_mib - (own.memory_mib if own else 0)
+        if cpus > node.free_cpus_milli or memory > node.free_memory_mib:
+            raise IllegalTransition(e, f"{part.node} has not the CPUs or memory for {len(part.ranks)} ranks")
+
+
+def _gangs_deferred(state: State, e: ev.GangsDeferred, index: int, epoch: int, at_ms: int) -> None:
+    jobs = [_live_job(state, e, j) for j in e.jobs]
+    for job in jobs:
+        if job.state != "queued":
+            raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    deferral = Deferral(code=e.code, message=e.message, need=e.need, have=e.have, index=index)
+    for job in jobs:
+        job.deferral = deferral
+        job.index = index
+
+
+def _gang_released(state: State, e: ev.GangReleased, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    if job.released or job.state not in ("placed", "preparing"):
+        raise IllegalTransition(e, f"job {job.id} is {job.state}{', released' if job.released else ''}")
+    missing = [n for n, p in job.parts.items() if not p.prepared]
+    if missing:
+        raise IllegalTransition(e, f"{', '.join(missing)} have not prepared")
+    job.released, job.master_addr, job.master_port = True, e.master_addr, e.master_port
+    _touch(state, job, index)
+    _touch_nodes(state, job)
+
+
+def _gang_restarting(state: State, e: ev.GangRestarting, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    if not job.active or job.state == "restarting":
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    _account_failure(job, e.failure_class, at_ms)
+    _end_generation(job, at_ms)
+    _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, (), at_ms)
+    job.not_before_ms = e.not_before_ms
+    job.released = False
+    job.notice = None
+    _enter(state, job, "restarting", index, at_ms)
+    if e.not_before_ms > at_ms:
+        heappush(state.scratch.timers, (e.not_before_ms, job.id))
+
+
+def _rank_restarting(state: State, e: ev.RankRestarting, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    if job.state != "running" and not job.released and len(job.parts) > 1:
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    ranks = [job.rank(r) for r in e.ranks]
+    if not ranks or any(r is None or not r.exited for r in ranks):
+        raise IllegalTransition(e, f"ranks {list(e.ranks)} have not all ended")
+    _account_failure(job, e.failure_class, at_ms)
+    _remember_restart(job, e.cause, e.failure_class, e.message, e.ranks, (), at_ms)
+    if job.restart is not None:
+        job.restart = msgspec.structs.replace(job.restart, new_world_size=job.world_size)
+    job.generation += 1
+    for rank in ranks:
+        if rank is not None:
+            rank.generation = job.generation
+            rank.started = rank.exited = False
+            rank.exit_code, rank.cause, rank.message, rank.exited_at_ms = 0, "", "", 0
+    _touch(state, job, index)
+    _touch_nodes(state, job)
+
+
+def _gang_preempting(state: State, e: ev.GangPreempting, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    if job.state not in ("placed", "preparing", "running"):
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    job.notice = StopNotice(cause=e.cause, message=e.message, deadline_ms=e.deadline_ms, grace_s=e.grace_s)
+    _enter(state, job, "preempting", index, at_ms)
+    heappush(state.scratch.timers, (e.deadline_ms, job.id))
+
+
+def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    if not job.active:
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    if e.forgive and job.failures_ms:
+        job.failures_ms.pop()
+        job.failures_in_row = max(0, job.failures_in_row - 1)
+    _account_failure(job, e.failure_class, at_ms)
+    _end_generation(job, at_ms)
+    _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, e.lost_nodes, at_ms)
+    job.not_before_ms = e.not_before_ms
+    job.avoid = {n: until for n, until in job.avoid.items() if until > at_ms} | dict(e.avoid)
+    job.notice = None
+    _leave_all(state, job, index)
+    _enter(state, job, "queued", index, at_ms)
+    state.running.pop(job.id, None)
+    insort(state.queue, queue_key(job))
+    if e.not_before_ms > at_ms:
+        heappush(state.scratch.timers, (e.not_before_ms, job.id))
+
+
+def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_ms: int) -> None:
+    job = _live_job(state, e, e.job)
+    _end_generation(job, at_ms)
+    if job.state == "queued":
+        _dequeue(state, job)
+    else:
+        state.running.pop(job.id, None)
+    _leave_all(state, job, index, keep_parts=True)
+    job.outcome, job.cause, job.message, job.exit_code = e.outcome, e.cause, e.message, e.exit_code
+    job.ended_at_ms = at_ms
+    job.notice, job.deferral = None, None
+    if job.spec.name and state.names.get(job.spec.name) == job.id:
+        del state.names[job.spec.name]
+    _enter(state, job, "finished", index, at_ms)
+    state.finished[job.id] = None
+    _forget_oldest(state)
+
+
+def _forget_oldest(state: State) -> None:
+    while len(state.finished) > FINISHED_KEPT:
+        old = next(iter(state.finished))
+        if any(old in node.holdings for node in (state.nodes.get(n) for n in state.jobs[old].parts) if node is not None):
+            return  # its last ranks are still dying: it is known until they are gone
+        del state.finished[old]
+        state.keys.pop(state.jobs.pop(old).idempotency_key, None)
+
+
+# ---------------------------------------------------------------- what agents report
+
+
+def _node_joined(state: State, e: ev.NodeJoined, index: int, epoch: int, at_ms: int) -> None:
+    reg = e.registration
+    node = state.nodes.get(reg.node)
+    if node is None:
+        node = state.nodes[reg.node] = Node(registration=reg, joined_at_ms=at_ms)
+    elif node.status == "up" and node.registration.identity != reg.identity:
+        raise IllegalTransition(e, f"{reg.node} is up with another identity; it must be lost first")
+    elif node.status == "lost":
+        node.status, node.joined_at_ms = "up", at_ms
+    node.registration = reg
+    _count_free(node)
+    _touch_node(state, node, index)
+    state.capacity_version += 1
+
+
+def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int) -> None:
+    node = _node(state, e, e.node)
+    if node.status == "lost":
+        raise IllegalTransition(e, f"{e.node} is lost already")
+    node.status, node.lost_at_ms = "lost", at_ms
+    losses = [t for t in state.brake.losses_ms if t > at_ms - LOSS_WINDOW_MS]
+    state.brake.losses_ms = [*losses, at_ms]
+    for job_id, holding in list(node.holdings.items()):
+        job = state.jobs[job_id]
+        if holding.leaving_since or e.node not in job.parts:
+            del node.holdings[job_id]  # the node's agent has ended everything: nothing is left to wait for
+        else:
+            state.scratch.jobs[job_id] = None
+    _count_free(node)
+    _touch_node(state, node, index)
+
+
+def _node_prepared(state: State, e: ev.NodePrepared, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    part = _part(job, e, e.node)
+    if job.state not in ("placed", "preparing") or part.prepared:
+        raise IllegalTransition(e, f"job {job.id} is {job.state}, {e.node} {'has prepared' if part.prepared else 'is not asked'}")
+    part.prepared, part.address, part.port = True, e.address, e.port
+    _shrink(state, job, e.node)
+    if job.state == "placed":
+        _enter(state, job, "preparing", index, at_ms)
+    else:
+        _touch(state, job, index)
+
+
+def _prepare_failed(state: State, e: ev.PrepareFailed, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    part = _part(job, e, e.node)
+    if job.state not in ("placed", "preparing", "preempting") or part.failed:
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    part.failed = e.message or "no reason given"
+    _touch(state, job, index)
+
+
+def _ranks_started(state: State, e: ev.RanksStarted, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    part = _part(job, e, e.node)
+    if not e.ranks or any(r not in part.ranks or part.ranks[r].started for r in e.ranks):
+        raise IllegalTransition(e, f"ranks {list(e.ranks)} are not all waiting to start on {e.node}")
+    for r in e.ranks:
+        part.ranks[r].started = True
+    _after_start(state, job, index, at_ms)
+
+
+def _ranks_exited(state: State, e: ev.RanksExited, index: int, epoch: int, at_ms: int) -> None:
+    job = _live_job(state, e, e.job)
+    part = _part(job, e, e.node)
+    for x in e.exits:
+        rank = part.ranks.get(x.rank)
+        if rank is None or rank.exited or rank.generation != x.generation:
+            raise IllegalTransition(e, f"rank {x.rank} of generation {x.generation} is not running on {e.node}")
+    for x in e.exits:
+        rank = part.ranks[x.rank]
+        rank.started = rank.exited = True
+        rank.exit_code, rank.cause, rank.message, rank.exited_at_ms = x.code, x.cause, x.message, x.at_ms or at_ms
+    _after_start(state, job, index, at_ms)
+
+
+def _after_start(state: State, job: Job, index: int, at_ms: int) -> None:
+    """A gang runs once all its ranks do."""
+    if job.state in ("placed", "preparing") and all(r.started for p in job.parts.values() for r in p.ranks.values()):
+        job.started_at_ms = job.started_at_ms or at_ms
+        job.running_since_ms = at_ms
+        for node_id in job.parts:
+            _shrink(state, job, node_id)
+        _enter(state, job, "running", index, at_ms)
+        if job.spec.time_limit_s:
+            heappush(state.scratch.timers, (int(at_ms - job.ran_ms + job.spec.time_limit_s * 1000), job.id))
+    else:
+        _touch(state, job, index)
+
+
+def _part_released(state: State, e: ev.PartReleased, index: int, epoch: int, at_ms: int) -> None:
+    node = _node(state, e, e.node)
+    holding = node.holdings.get(e.job)
+    if holding is None:
+        raise IllegalTransition(e, f"{e.job} holds nothing on {e.node}")
+    if not holding.leaving_since:
+        raise IllegalTransition(e, f"{e.job} is to stay on {e.node}")
+    del node.holdings[e.job]
+    _count_free(node)
+    _touch_node(state, node, index)
+    state.capacity_version += 1
+    _forget_oldest(state)
+
+
+def _progress_reported(state: State, e: ev.ProgressReported, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    job.step = e.step
+    job.index = index
+
+
+def _checkpoint_reported(state: State, e: ev.CheckpointReported, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    job.checkpoint_step, job.checkpoint_path, job.checkpoint_at_ms = e.step, e.path, at_ms
+    job.step = max(job.step, e.step)
+    job.index = index
+
+
+def _stop_acknowledged(state: State, e: ev.StopAcknowledged, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    part = _part(job, e, e.node)
+    if job.state != "preempting" or part.acknowledged:
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    part.acknowledged = True
+    _touch(state, job, index)
+
+
+# ---------------------------------------------------------------- administration
+
+
+def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: int, at_ms: int) -> None:
+    node = _node(state, e, e.node)
+    if e.action == "confirm_dead" and node.status != "lost":
+        raise IllegalTransition(e, f"{e.node} is up: stop its agent, or cut its power, before it is called dead")
+    if e.action == "cordon":
+        node.cordoned = True
+    elif e.action == "uncordon":
+        node.cordoned = False
+    elif e.action == "drain":
+        node.draining = True
+        node.drain_deadline_ms = int(at_ms + e.deadline_s * 1000) if e.deadline_s else 0
+    elif e.action == "undrain":
+        node.draining, node.drain_deadline_ms = False, 0
+    else:
+        for job_id in node.holdings:
+            job = state.jobs[job_id]
+            if e.node in job.parts and not job.parts[e.node].failed:
+                job.parts[e.node].failed = "confirmed dead"
+    node.reason = e.reason if node.cordoned or node.draining else ""
+    for job_id in node.holdings:
+        state.scratch.jobs[job_id] = None
+        if node.drain_deadline_ms:
+            heappush(state.scratch.timers, (node.drain_deadline_ms, job_id))
+    _touch_node(state, node, index)
+    state.capacity_version += 1
+
+
+# ---------------------------------------------------------------- shared steps
+
+
+def queue_key(job: Job) -> tuple[int, int, str]:
+    """Order of the queue: highest priority first, then order of submission."""
+    return (-job.spec.priority, job.number, job.id)
+
+
+def _dequeue(state: State, job: Job) -> None:
+    key = queue_key(job)
+    at = bisect_left(state.queue, key)
+    if at < len(state.queue) and state.queue[at] == key:
+        del state.queue[at]
+
+
+def _live_job(state: State, e: ev.LogEvent, job_id: str) -> Job:
+    job = state.jobs.get(job_id)
+    if job is None:
+        raise IllegalTransition(e, f"no job {job_id}")
+    if job.state == "finished":
+        raise IllegalTransition(e, f"job {job_id} has {job.outcome} and stays so")
+    return job
+
+
+def _current(state: State, e: ev.LogEvent, job_id: str, generation: int) -> Job:
+    job = _live_job(state, e, job_id)
+    if job.generation != generation:
+        raise IllegalTransition(e, f"job {job_id} is at generation {job.generation}, not {generation}")
+    return job
+
+
+def _part(job: Job, e: ev.LogEvent, node: str) -> Part:
+    if node not in job.parts:
+        raise IllegalTransition(e, f"job {job.id} has nothing on {node}")
+    return job.parts[node]
+
+
+def _node(state: State, e: ev.LogEvent, node: str) -> Node:
+    if node not in state.nodes:
+        raise IllegalTransition(e, f"no node {node}")
+    return state.nodes[node]
+
+
+def _enter(state: State, job: Job, to: Any, index: int, at_ms: int) -> None:
+    job.state = to
+    job.since_ms = at_ms
+    _touch(state, job, index)
+    _touch_nodes(state, job)
+
+
+def _touch(state: State, job: Job, index: int) -> None:
+    job.index = index
+    state.scratch.jobs[job.id] = None
+
+
+def _touch_nodes(state: State, job: Job) -> None:
+    for node in job.parts:
+        state.scratch.nodes[node] = None
+
+
+def _touch_node(state: State, node: Node, index: int) -> None:
+    node.index = index
+    state.scratch.nodes[node.id] = None
+
+
+def _account_failure(job: Job, failure_class: str, at_ms: int) -> None:
+    """Only failures of the application use up the budget; a healthy generation before it ends the row."""
+    if job.state == "running" and at_ms - job.running_since_ms >= HEALTHY_MS:
+        job.failures_in_row = 0
+    if failure_class == "application":
+        oldest = at_ms - int(job.spec.restart.window_s * 1000)
+        job.failures_ms = [*(t for t in job.failures_ms if t > oldest), at_ms]
+        job.failures_in_row += 1
+
+
+def _end_generation(job: Job, at_ms: int) -> None:
+    if job.running_since_ms:
+        job.ran_ms += at_ms - job.running_since_ms
+        job.running_since_ms = 0
+
+
+def _remember_restart(
+    job: Job, cause: str, failure_class: str, message: str, lost_ranks: tuple[int, ...], lost_nodes: tuple[str, ...], at_ms: int
+) -> None:
+    # A failure on the way back from another one is the same outage to the job: it counts from the first.
+    failed_at = job.restart.failed_at_ms if job.restart is not None and job.state != "running" and job.restart.failed_at_ms else at_ms
+    job.restarts += 1
+    job.previous_nodes = tuple(job.parts)
+    job.restart = RestartNotice(
+        cause=cause, message=message, failure_class=failure_class, lost_ranks=lost_ranks, lost_nodes=lost_nodes,
+        old_world_size=job.world_size, failed_at_ms=failed_at, checkpoint_step=job.checkpoint_step,
+        checkpoint_path=job.checkpoint_path, restarts=job.restarts,
+    )  # fmt: skip
+
+
+def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli: int, memory_mib: int, index: int) -> None:
+    own = node.holdings.get(job)
+    if own is not None:  # until the older generation is gone, the gang holds what both of them need
+        gpus = tuple(sorted({*own.gpus, *gpus}))
+        cpus_milli, memory_mib = max(own.cpus_milli, cpus_milli), max(own.memory_mib, memory_mib)
+    node.holdings[job] = Holding(gpus=gpus, cpus_milli=cpus_milli, memory_mib=memory_mib)
+    _count_free(node)
+    _touch_node(state, node, index)
+
+
+def _shrink(state: State, job: Job, node_id: str) -> None:
+    """The older generation is gone from the node: the gang holds there what its present part needs."""
+    node = state.nodes[node_id]
+    ranks = job.parts[node_id].ranks
+    res = job.spec.resources
+    gpus = tuple(sorted(g for r in ranks.values() for g in r.gpus))
+    held = node.holdings.get(job.id)
+    if held is not None and (held.gpus != gpus or held.cpus_milli != len(ranks) * res.cpus_milli):
+        node.holdings[job.id] = Holding(gpus=gpus, cpus_milli=len(ranks) * res.cpus_milli, memory_mib=len(ranks) * res.memory_mib)
+        _count_free(node)
+        state.capacity_version += 1
+
+
+def _leave_all(state: State, job: Job, index: int, keep_parts: bool = False) -> None:
+    """The gang should no longer be anywhere. What has already ended is free at once, the rest when its node says so."""
+    _touch_nodes(state, job)
+    for node_id in (*job.previous_nodes, *job.parts):
+        _leave(state, job, node_id, index)
+    if not keep_parts:
+        job.parts = {}
+
+
+def _leave(state: State, job: Job, node_id: str, index: int) -> None:
+    node = state.nodes.get(node_id)
+    holding = node.holdings.get(job.id) if node is not None else None
+    if node is None or holding is None or holding.leaving_since:
+        return
+    part = job.parts.get(node_id)
+    ended = part is not None and all(r.exited and r.generation == job.generation for r in part.ranks.values()) and not _elsewhere(part, holding)
+    if ended or node.status == "lost":
+        del node.holdings[job.id]
+        _count_free(node)
+        state.capacity_version += 1
+    else:
+        holding.leaving_since = index
+    _touch_node(state, node, index)
+
+
+def _elsewhere(part: Part, holding: Holding) -> bool:
+    """The gang holds devices beyond those of its present part: an older generation may still be dying on them."""
+    return len(holding.gpus) != sum(len(r.gpus) for r in part.ranks.values())
+
+
+def _count_free(node: Node) -> None:
+    reg = node.registration
+    held: set[int] = set()
+    cpus, memory = reg.cpus_milli, reg.memory_mib
+    for h in node.holdings.values():
+        held.update(h.gpus)
+        cpus -= h.cpus_milli
+        memory -= h.memory_mib
+    node.free_gpus = tuple(g.index for g in reg.gpus if g.healthy and g.index not in held)
+    node.free_cpus_milli, node.free_memory_mib = cpus, memory
+
+
+_HANDLERS: dict[type[ev.LogEvent], Callable[[State, Any, int, int, int], None]] = {
+    ev.LeaderElected: _leader_elected,
+    ev.LeaderResigned: _leader_resigned,
+    ev.BrakeSet: _brake_set,
+    ev.JobSubmitted: _job_submitted,
+    ev.JobStopRequested: _job_stop_requested,
+    ev.GangPlaced: _gang_placed,
+    ev.GangsDeferred: _gangs_deferred,
+    ev.GangReleased: _gang_released,
+    ev.GangRestarting: _gang_restarting,
+    ev.RankRestarting: _rank_restarting,
+    ev.GangPreempting: _gang_preempting,
+    ev.GangRequeued: _gang_requeued,
+    ev.GangFinished: _gang_finished,
+    ev.NodeJoined: _node_joined,
+    ev.NodeLost: _node_lost,
+    ev.NodePrepared: _node_prepared,
+    ev.PrepareFailed: _prepare_failed,
+    ev.RanksStarted: _ranks_started,
+    ev.RanksExited: _ranks_exited,
+    ev.PartReleased: _part_released,
+    ev.ProgressReported: _progress_reported,
+    ev.CheckpointReported: _checkpoint_reported,
+    ev.StopAcknowledged: _stop_acknowledged,
+    ev.NodeAdministered: _node_administered,
+}

@@ -1,0 +1,90 @@
+"""The job as it stands in the log: validated, with defaults filled in and units in the names.
+
+`jobfile.py` makes it from what people write. An accepted spec never changes; what the scheduler decides about a job is in `state.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Gang(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How many ranks start and end together."""
+
+    ranks: int = 1
+    #: fewest ranks that are worth starting; equal to `ranks` for a gang of fixed size
+    min_ranks: int = 1
+    #: ranks on each node; 0 leaves it to the scheduler
+    ranks_per_node: int = 0
+
+
+class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one rank holds for itself."""
+
+    #: whole GPUs
+    gpus: int = 0
+    #: acceptable models in order of preference, upper case as NVML names them ("H100"); empty accepts any
+    gpu_models: tuple[str, ...] = ()
+    cpus_milli: int = 1000
+    memory_mib: int = 0
+
+
+class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the job keeps its checkpoints, so that ranks are told and lost work can be counted."""
+
+    path: str = ""
+    #: how often the job intends to write one; 0 when it did not say
+    interval_s: float = 0.0
+
+
+class Restart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happens after a failure (DESIGN section 5)."""
+
+    on_rank_failure: Literal["gang", "rank", "never"] = "gang"
+    on_node_failure: Literal["reschedule", "fail"] = "reschedule"
+    #: application failures that are restarted inside `window_s`; infrastructure failures are not counted
+    max_restarts: int = 10
+    window_s: float = 86_400.0
+    #: delay before the second application restart in a row; the first one is immediate. It doubles up to `backoff_max_s`
+    #: and starts again from nothing once a generation has run for ten minutes
+    backoff_initial_s: float = 1.0
+    backoff_max_s: float = 300.0
+    #: no reported progress for so long is a failure; 0 switches it off. The clock starts with the rank
+    hang_timeout_s: float = 0.0
+    #: exit codes that end the job at once as failed
+    fail_exit_codes: tuple[int, ...] = ()
+    #: signals ("SIGABRT") that end the job at once as failed when a rank dies by one
+    fail_signals: tuple[str, ...] = ()
+
+
+class Preemption(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How ranks are asked to stop: `signal`, then SIGKILL to what is left after `grace_s`."""
+
+    signal: str = "SIGTERM"
+    grace_s: float = 30.0
+
+
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One job: a gang of ranks that start together and end together."""
+
+    command: tuple[str, ...]
+    #: empty: the job goes by its id
+    name: str = ""
+    queue: str = "default"
+    #: higher runs first; below 100 a job is preemptible unless it says otherwise
+    priority: int = 50
+    preemptible: bool = True
+    gang: Gang = Gang()
+    resources: Resources = Resources()
+    env: dict[str, str] = {}
+    #: absolute; empty: a private directory of the rank
+    workdir: str = ""
+    #: running time after which the job is stopped and failed; 0 is no limit
+    time_limit_s: float = 0.0
+    checkpoint: Checkpoint = Checkpoint()
+    restart: Restart = Restart()
+    preemption: Preemption = Preemption()
+    #: what an isolated node does with the job: stop it in time for a new generation elsewhere, or keep it running
+    on_disconnect: Literal["stop", "keep"] = "stop"

@@ -1,0 +1,246 @@
+"""What the cluster is, as the log says it: the value that `fold.apply` changes and that `decide` and `project` read.
+
+A job's life, with the event that makes each step:
+
+              job_submitted            gang_placed             node_prepared          gang_released, ranks_started
+    (nothing) ─────────────▶ queued ───────────────▶ placed ───────────────▶ preparing ───────────────▶ running
+                              ▲  ▲                    ▲                                                   │
+                              │  └── gang_requeued ───┼───────────── any of these ◀───────────────────────┤
+                              │                       │ gang_placed                                       │
+                              │                    restarting ◀───────────── gang_restarting ─────────────┤
+                              └── gang_requeued ── preempting ◀───────────── gang_preempting ─────────────┘
+    anything but finished ── gang_finished ──▶ finished, and nothing leaves that
+
+A gang of one node goes from placed to running without preparing. What a gang holds on a node is a `Holding` there, from its placement until
+the node reports that nothing of it is left; so devices of ranks that are still dying are never given to others.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from gangline.core.model.documents import Registration, RestartNotice, StopNotice
+from gangline.core.model.events import FailureClass, Outcome
+from gangline.core.model.spec import JobSpec
+
+#: version of this layout in snapshots
+STATE_VERSION = 1
+
+#: finished jobs that stay in the state; older ones are only in the log and its archive
+FINISHED_KEPT = 10_000
+
+JobState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "finished"]
+
+
+class Rank(msgspec.Struct, omit_defaults=True):
+    """One rank of the gang's current placement."""
+
+    gpus: tuple[int, ...]
+    #: generation in which it (last) starts; lower than the gang's after another rank restarted alone
+    generation: int
+    started: bool = False
+    exited: bool = False
+    #: exit status, or -N for signal N
+    exit_code: int = 0
+    cause: str = ""
+    message: str = ""
+    exited_at_ms: int = 0
+
+
+class Part(msgspec.Struct, omit_defaults=True):
+    """What of a gang is on one node."""
+
+    ranks: dict[int, Rank]
+    prepared: bool = False
+    address: str = ""
+    port: int = 0
+    #: why this node cannot start its part; empty while it can
+    failed: str = ""
+    acknowledged: bool = False
+
+
+class Deferral(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a queued gang is not placed: the recorded witness."""
+
+    code: str
+    message: str
+    need: dict[str, int] = {}
+    have: dict[str, int] = {}
+    index: int = 0
+
+
+class Job(msgspec.Struct, omit_defaults=True):
+    """One job. All times are log time."""
+
+    id: str
+    spec: JobSpec
+    #: order of submission
+    number: int
+    submitted_at_ms: int
+    submitted_index: int
+    user: str = ""
+    idempotency_key: str = ""
+    body_digest: str = ""
+    trace_id: str = ""
+
+    state: JobState = "queued"
+    #: since when it is in this state
+    since_ms: int = 0
+    #: index of the last entry that changed it
+    index: int = 0
+    #: rises with each placement and each restart; 0 before the first
+    generation: int = 0
+    #: current placement by node, in order of node rank; empty unless placed
+    parts: dict[str, Part] = {}
+    #: ranks of the current placement
+    world_size: int = 0
+    released: bool = False
+    master_addr: str = ""
+    master_port: int = 0
+
+    #: first time that all ranks ran, and when the current generation did
+    started_at_ms: int = 0
+    running_since_ms: int = 0
+    ended_at_ms: int = 0
+    #: running time of earlier generations
+    ran_ms: int = 0
+
+    stop: str = ""
+    stop_by: str = ""
+    outcome: Outcome | Literal[""] = ""
+    cause: str = ""
+    message: str = ""
+    exit_code: int = 0
+
+    deferral: Deferral | None = None
+    #: not placed before this time
+    not_before_ms: int = 0
+    #: nodes not to use before a time
+    avoid: dict[str, int] = {}
+    notice: StopNotice | None = None
+
+    #: why the next, or the current, generation exists
+    restart: RestartNotice | None = None
+    #: nodes and size of the generation before
+    previous_nodes: tuple[str, ...] = ()
+    restarts: int = 0
+    #: times of the application failures that count against the budget, and how many came in a row
+    failures_ms: list[int] = []
+    failures_in_row: int = 0
+
+    step: int = -1
+    checkpoint_step: int = -1
+    checkpoint_path: str = ""
+    checkpoint_at_ms: int = 0
+
+    def nodes(self) -> list[str]:
+        """Nodes of the current placement in order of node rank."""
+        return list(self.parts)
+
+    def rank(self, rank: int) -> Rank | None:
+        """The rank in the current placement."""
+        for part in self.parts.values():
+            if rank in part.ranks:
+                return part.ranks[rank]
+        return None
+
+    @property
+    def active(self) -> bool:
+        """Neither waiting in a queue nor over."""
+        return self.state not in ("queued", "finished")
+
+
+class Holding(msgspec.Struct, omit_defaults=True):
+    """What one job holds on one node, its dying ranks included."""
+
+    gpus: tuple[int, ...]
+    cpus_milli: int
+    memory_mib: int
+    #: index of the entry since which the node should have none of it, 0 while it is wanted
+    leaving_since: int = 0
+
+
+class Node(msgspec.Struct, omit_defaults=True):
+    """One node."""
+
+    registration: Registration
+    status: Literal["up", "lost"] = "up"
+    joined_at_ms: int = 0
+    lost_at_ms: int = 0
+    cordoned: bool = False
+    draining: bool = False
+    #: gangs that are not preemptible are asked to move from then on; 0: never
+    drain_deadline_ms: int = 0
+    reason: str = ""
+    #: by job, in order of placement
+    holdings: dict[str, Holding] = {}
+    free_gpus: tuple[int, ...] = ()
+    free_cpus_milli: int = 0
+    free_memory_mib: int = 0
+    #: index of the last entry that changed it
+    index: int = 0
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.registration.node
+
+    @property
+    def schedulable(self) -> bool:
+        """May take new ranks."""
+        return self.status == "up" and not self.cordoned and not self.draining
+
+
+class Brake(msgspec.Struct, omit_defaults=True):
+    """The mass-loss brake (DESIGN section 3)."""
+
+    on: bool = False
+    message: str = ""
+    since_ms: int = 0
+    #: log times of recent node losses, newest last, bounded
+    losses_ms: list[int] = []
+
+
+class Scratch:
+    """What changed since the shell last looked. Not part of the state's value: no digest, no snapshot, no decision depends on it alone.
+
+    `jobs` are those whose situation may ask for a decision. Looking at more of them than these changes no decision (tests/laws).
+    """
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, None] = {}
+        self.nodes: dict[str, None] = {}
+        #: heap of (due in log ms, job): when the job must be looked at again, at the latest
+        self.timers: list[tuple[int, str]] = []
+
+
+class State(msgspec.Struct):
+    """The whole cluster at one log index. Only `fold.apply` may change it."""
+
+    #: last entry that is folded in, its time, epoch and digest
+    index: int = 0
+    at_ms: int = 0
+    epoch: int = 0
+    digest: bytes = bytes(32)
+    leader: str = ""
+
+    jobs: dict[str, Job] = {}
+    nodes: dict[str, Node] = {}
+    brake: Brake = msgspec.field(default_factory=Brake)
+    submitted: int = 0
+    #: idempotency key → job id, for the jobs above
+    keys: dict[str, str] = {}
+    #: name → id of the live job that has it
+    names: dict[str, str] = {}
+    #: finished jobs, oldest first
+    finished: dict[str, None] = {}
+    #: rises when something that could help a waiting gang has changed
+    capacity_version: int = 0
+
+    #: (-priority, number, id) of the queued jobs, sorted: derived, rebuilt on load
+    queue: list[tuple[int, int, str]] = []
+    #: ids of active jobs in order of placement: derived
+    running: dict[str, None] = {}
+    scratch: Scratch = msgspec.field(default_factory=Scratch)
