@@ -74,21 +74,21 @@ class RankExit(msgspec.Struct, frozen=True, array_like=True):
 
 
 @_event("leader_elected")
-class LeaderElected(LogEvent):
+class LeaderElected(LogEvent, frozen=True, kw_only=True):
     """A scheduler took over. The epoch in the frame is its fencing token, and the first with it."""
 
     scheduler: str
 
 
 @_event("leader_resigned")
-class LeaderResigned(LogEvent):
+class LeaderResigned(LogEvent, frozen=True, kw_only=True):
     """The leader hands over on purpose; the last event of its epoch."""
 
     scheduler: str
 
 
 @_event("brake_set")
-class BrakeSet(LogEvent):
+class BrakeSet(LogEvent, frozen=True, kw_only=True):
     """*Decision*: so many nodes vanished at once that the leader suspects itself. While on, nothing is declared lost or moved."""
 
     on: bool
@@ -100,7 +100,7 @@ class BrakeSet(LogEvent):
 
 
 @_event("job_submitted")
-class JobSubmitted(LogEvent):
+class JobSubmitted(LogEvent, frozen=True, kw_only=True):
     """A job was accepted; its client has, or will get, the job id as the answer."""
 
     job: str
@@ -113,7 +113,7 @@ class JobSubmitted(LogEvent):
 
 
 @_event("job_stop_requested")
-class JobStopRequested(LogEvent):
+class JobStopRequested(LogEvent, frozen=True, kw_only=True):
     """Somebody wants the job to end."""
 
     job: str
@@ -122,7 +122,7 @@ class JobStopRequested(LogEvent):
 
 
 @_event("gang_placed")
-class GangPlaced(LogEvent):
+class GangPlaced(LogEvent, frozen=True, kw_only=True):
     """*Decision*: the whole gang gets its nodes and devices, as a new generation."""
 
     job: str
@@ -132,7 +132,7 @@ class GangPlaced(LogEvent):
 
 
 @_event("gangs_deferred")
-class GangsDeferred(LogEvent):
+class GangsDeferred(LogEvent, frozen=True, kw_only=True):
     """*Decision*: these gangs cannot be placed now, all for the same reason. Written when the reason changes, not every cycle."""
 
     jobs: tuple[str, ...]
@@ -144,7 +144,7 @@ class GangsDeferred(LogEvent):
 
 
 @_event("gang_released")
-class GangReleased(LogEvent):
+class GangReleased(LogEvent, frozen=True, kw_only=True):
     """*Decision*: every node has prepared; all ranks start now and meet at this address."""
 
     job: str
@@ -154,7 +154,7 @@ class GangReleased(LogEvent):
 
 
 @_event("gang_restarting")
-class GangRestarting(LogEvent):
+class GangRestarting(LogEvent, frozen=True, kw_only=True):
     """*Decision*: all ranks end and start again where they are, not before `not_before_ms`."""
 
     job: str
@@ -168,7 +168,7 @@ class GangRestarting(LogEvent):
 
 
 @_event("rank_restarting")
-class RankRestarting(LogEvent):
+class RankRestarting(LogEvent, frozen=True, kw_only=True):
     """*Decision*: only these ranks start again (on_rank_failure: rank), as generation + 1 of the gang."""
 
     job: str
@@ -181,7 +181,7 @@ class RankRestarting(LogEvent):
 
 
 @_event("gang_preempting")
-class GangPreempting(LogEvent):
+class GangPreempting(LogEvent, frozen=True, kw_only=True):
     """*Decision*: the gang is asked to checkpoint and leave by `deadline_ms`; then it is queued again."""
 
     job: str
@@ -193,7 +193,7 @@ class GangPreempting(LogEvent):
 
 
 @_event("gang_requeued")
-class GangRequeued(LogEvent):
+class GangRequeued(LogEvent, frozen=True, kw_only=True):
     """*Decision*: the gang gives its nodes back whole and waits for new ones."""
 
     job: str
@@ -212,7 +212,7 @@ class GangRequeued(LogEvent):
 
 
 @_event("gang_finished")
-class GangFinished(LogEvent):
+class GangFinished(LogEvent, frozen=True, kw_only=True):
     """*Decision*: the job is over, for ever."""
 
     job: str
@@ -227,14 +227,14 @@ class GangFinished(LogEvent):
 
 
 @_event("node_joined")
-class NodeJoined(LogEvent):
+class NodeJoined(LogEvent, frozen=True, kw_only=True):
     """A node registered, came back, or changed what it says of itself."""
 
     registration: Registration
 
 
 @_event("node_lost")
-class NodeLost(LogEvent):
+class NodeLost(LogEvent, frozen=True, kw_only=True):
     """The node's lease is gone, so its agent has ended its ranks; or the node came back without what ran on it."""
 
     node: str
@@ -243,7 +243,7 @@ class NodeLost(LogEvent):
 
 
 @_event("node_prepared")
-class NodePrepared(LogEvent):
+class NodePrepared(LogEvent, frozen=True, kw_only=True):
     """The node is ready to start its part, and holds this rendezvous port."""
 
     job: str
@@ -254,7 +254,7 @@ class NodePrepared(LogEvent):
 
 
 @_event("prepare_failed")
-class PrepareFailed(LogEvent):
+class PrepareFailed(LogEvent, frozen=True, kw_only=True):
     """The node cannot start its part."""
 
     job: str
@@ -264,7 +264,7 @@ class PrepareFailed(LogEvent):
 
 
 @_event("ranks_started")
-class RanksStarted(LogEvent):
+class RanksStarted(LogEvent, frozen=True, kw_only=True):
     """These ranks of the node's part are executing. A rank whose end is reported first counts as started."""
 
     job: str
@@ -274,7 +274,7 @@ class RanksStarted(LogEvent):
 
 
 @_event("ranks_exited")
-class RanksExited(LogEvent):
+class RanksExited(LogEvent, frozen=True, kw_only=True):
     """These ranks have ended and nothing of them is left on the node."""
 
     job: str
@@ -283,7 +283,7 @@ class RanksExited(LogEvent):
 
 
 @_event("part_released")
-class PartReleased(LogEvent):
+class PartReleased(LogEvent, frozen=True, kw_only=True):
     """Nothing of the job is left on the node but its current generation, if it has one there: other devices it held are free."""
 
     job: str
@@ -291,7 +291,7 @@ class PartReleased(LogEvent):
 
 
 @_event("progress_reported")
-class ProgressReported(LogEvent):
+class ProgressReported(LogEvent, frozen=True, kw_only=True):
     """A step that the job reported: the first of each generation and then at most one a minute."""
 
     job: str
@@ -300,7 +300,7 @@ class ProgressReported(LogEvent):
 
 
 @_event("checkpoint_reported")
-class CheckpointReported(LogEvent):
+class CheckpointReported(LogEvent, frozen=True, kw_only=True):
     """The job wrote a checkpoint that a restart can use."""
 
     job: str
@@ -310,7 +310,7 @@ class CheckpointReported(LogEvent):
 
 
 @_event("stop_acknowledged")
-class StopAcknowledged(LogEvent):
+class StopAcknowledged(LogEvent, frozen=True, kw_only=True):
     """Every rank on the node has saved what it wants to save."""
 
     job: str
@@ -322,7 +322,7 @@ class StopAcknowledged(LogEvent):
 
 
 @_event("node_administered")
-class NodeAdministered(LogEvent):
+class NodeAdministered(LogEvent, frozen=True, kw_only=True):
     """An operator's word about a node.
 
     cordon: no new ranks. drain: cordon, and gangs are asked to move (those that are not preemptible only after `deadline_s`, 0: never).

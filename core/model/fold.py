@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from heapq import heappush
 from typing import Any
 
 import msgspec
@@ -207,13 +206,11 @@ def _gang_restarting(state: State, e: ev.GangRestarting, index: int, epoch: int,
     job.released = False
     job.notice = None
     _enter(state, job, "restarting", index, at_ms)
-    if e.not_before_ms > at_ms:
-        heappush(state.scratch.timers, (e.not_before_ms, job.id))
 
 
 def _rank_restarting(state: State, e: ev.RankRestarting, index: int, epoch: int, at_ms: int) -> None:
     job = _current(state, e, e.job, e.generation)
-    if job.state != "running" and not job.released and len(job.parts) > 1:
+    if job.state not in ("placed", "preparing", "running"):
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     ranks = [job.rank(r) for r in e.ranks]
     if not ranks or any(r is None or not r.exited for r in ranks):
@@ -238,7 +235,6 @@ def _gang_preempting(state: State, e: ev.GangPreempting, index: int, epoch: int,
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     job.notice = StopNotice(cause=e.cause, message=e.message, deadline_ms=e.deadline_ms, grace_s=e.grace_s)
     _enter(state, job, "preempting", index, at_ms)
-    heappush(state.scratch.timers, (e.deadline_ms, job.id))
 
 
 def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_ms: int) -> None:
@@ -258,8 +254,6 @@ def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_
     _enter(state, job, "queued", index, at_ms)
     state.running.pop(job.id, None)
     insort(state.queue, queue_key(job))
-    if e.not_before_ms > at_ms:
-        heappush(state.scratch.timers, (e.not_before_ms, job.id))
 
 
 def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_ms: int) -> None:
@@ -378,8 +372,6 @@ def _after_start(state: State, job: Job, index: int, at_ms: int) -> None:
         for node_id in job.parts:
             _shrink(state, job, node_id)
         _enter(state, job, "running", index, at_ms)
-        if job.spec.time_limit_s:
-            heappush(state.scratch.timers, (int(at_ms - job.ran_ms + job.spec.time_limit_s * 1000), job.id))
     else:
         _touch(state, job, index)
 
@@ -444,8 +436,6 @@ def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: 
     node.reason = e.reason if node.cordoned or node.draining else ""
     for job_id in node.holdings:
         state.scratch.jobs[job_id] = None
-        if node.drain_deadline_ms:
-            heappush(state.scratch.timers, (node.drain_deadline_ms, job_id))
     _touch_node(state, node, index)
     state.capacity_version += 1
 
@@ -583,7 +573,7 @@ def _leave(state: State, job: Job, node_id: str, index: int) -> None:
     if node is None or holding is None or holding.leaving_since:
         return
     part = job.parts.get(node_id)
-    ended = part is not None and all(r.exited and r.generation == job.generation for r in part.ranks.values()) and not _elsewhere(part, holding)
+    ended = part is not None and all(r.exited for r in part.ranks.values()) and not _elsewhere(part, holding)
     if ended or node.status == "lost":
         del node.holdings[job.id]
         _count_free(node)

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.documents import Registration, RestartNotice, StopNotice
-from gangline.core.model.events import FailureClass, Outcome
+from gangline.core.model.events import Outcome
 from gangline.core.model.spec import JobSpec
 
 #: version of this layout in snapshots
@@ -212,7 +212,7 @@ class Scratch:
     def __init__(self) -> None:
         self.jobs: dict[str, None] = {}
         self.nodes: dict[str, None] = {}
-        #: heap of (due in log ms, job): when the job must be looked at again, at the latest
+        #: heap of (due in log ms, job): when the job must be looked at again, at the latest; kept by policy.attention
         self.timers: list[tuple[int, str]] = []
 
 

@@ -1,0 +1,70 @@
+"""The state as bytes: for snapshots, for the state digest, and for comparing a replay with what is live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import msgspec
+
+from gangline.core.model.codec import digest
+from gangline.core.model.fold import queue_key
+from gangline.core.model.state import STATE_VERSION, Brake, Job, Node, State
+
+
+class BadSnapshot(Exception):
+    """The bytes are not a state that this process can read."""
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    """Layout of a stored state: everything in `State` that is not derived."""
+
+    version: int
+    index: int
+    at_ms: int
+    epoch: int
+    digest: bytes
+    leader: str
+    jobs: dict[str, Job]
+    nodes: dict[str, Node]
+    brake: Brake
+    submitted: int
+    keys: dict[str, str]
+    names: dict[str, str]
+    finished: list[str]
+    capacity_version: int
+
+
+def dump_state(state: State) -> bytes:
+    """Return the state as msgpack. Two states are equal exactly when their bytes are."""
+    stored = _Stored(
+        version=STATE_VERSION, index=state.index, at_ms=state.at_ms, epoch=state.epoch, digest=state.digest, leader=state.leader,
+        jobs=state.jobs, nodes=state.nodes, brake=state.brake, submitted=state.submitted, keys=state.keys, names=state.names,
+        finished=list(state.finished), capacity_version=state.capacity_version,
+    )  # fmt: skip
+    data: bytes = msgpack.packb(msgspec.to_builtins(stored, builtin_types=(bytes,), str_keys=True), use_bin_type=True)
+    return data
+
+
+def load_state(data: bytes) -> State:
+    """Return the state in `data`, its derived parts rebuilt. Raises BadSnapshot."""
+    try:
+        raw: Any = msgpack.unpackb(data, raw=False, strict_map_key=True, max_buffer_size=len(data))
+        if not isinstance(raw, dict) or raw.get("version") != STATE_VERSION:
+            raise BadSnapshot(f"a state of version {raw.get('version') if isinstance(raw, dict) else '?'}; this process reads {STATE_VERSION}")
+        stored = msgspec.convert(raw, _Stored, str_keys=True)
+    except (msgpack.UnpackException, msgspec.ValidationError, ValueError, TypeError) as e:
+        raise BadSnapshot(f"not a stored state: {e or type(e).__name__}") from e
+    state = State(
+        index=stored.index, at_ms=stored.at_ms, epoch=stored.epoch, digest=stored.digest, leader=stored.leader, jobs=stored.jobs,
+        nodes=stored.nodes, brake=stored.brake, submitted=stored.submitted, keys=stored.keys, names=stored.names,
+        finished=dict.fromkeys(stored.finished), capacity_version=stored.capacity_version,
+    )  # fmt: skip
+    state.queue = sorted(queue_key(j) for j in state.jobs.values() if j.state == "queued")
+    state.running = {j.id: None for j in state.jobs.values() if j.active}
+    return state
+
+
+def state_digest(state: State) -> str:
+    """Return the digest that two replicas at one index must share, in hex."""
+    return digest(dump_state(state)).hex()
