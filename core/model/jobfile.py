@@ -473,9 +473,6 @@ def _list(item_reader: Reader, rule: str, limit: int) -> Reader:
             reading.refuse(at, "GL-1110", f"{len(value):,} entries are more than the limit of {limit}.")
             return None
         items = [item_reader(reading, f"{at}/{i}", item) for i, item in enumerate(value)]
-        for i, item in enumerate(value):
-            if item is None:
-                reading.refuse(f"{at}/{i}", "GL-1102", f"null does not belong into {rule}.")
         return tuple(dict.fromkeys(items)) if None not in items else None
 
     return read

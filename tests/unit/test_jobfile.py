@@ -1,0 +1,342 @@
+"""The job file: what is accepted, and every bad input of RELIABILITY section 4.2 that concerns specs, by its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec, parse_yaml, to_json
+from gangline.core.model.problems import BadJob, Problem
+from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart
+
+DESIGN_EXAMPLE = """
+name: llama-pretrain
+queue: research/nlp
+priority: 50                     # preemptible below 100 unless said otherwise
+preemptible: true
+gang: {ranks: 64, min_ranks: 48, ranks_per_node: 8}
+resources: {gpus: 1, gpu_model: [H100, H200], cpus: 8, memory: 64GiB}
+time_limit: 24h
+command: [python, train.py]
+image: null
+workdir: /data/run
+checkpoint: {path: /ckpt/llama, interval: 10m}
+restart: {on_rank_failure: gang, on_node_failure: reschedule, max_restarts: 10, window: 24h, backoff: {initial: 1s, max: 5m}, hang_timeout: 15m, exit_codes: {fail: [2]}}
+preemption: {signal: SIGTERM, grace: 60s}
+on_disconnect: stop              # or keep
+depends_on: []
+"""  # noqa: E501
+
+
+def refused(**fields: Any) -> list[Problem]:
+    """Return the problems of a job that is good but for these fields."""
+    with pytest.raises(BadJob) as caught:
+        parse_json_spec({"command": ["true"], **fields})
+    return caught.value.problems
+
+
+def only(problems: list[Problem], pointer: str, code: str) -> Problem:
+    assert [(p.pointer, p.code) for p in problems] == [(pointer, code)]
+    return problems[0]
+
+
+def refused_text(text: bytes | str) -> list[Problem]:
+    with pytest.raises(BadJob) as caught:
+        parse_json_spec(text)
+    return caught.value.problems
+
+
+def refused_yaml(text: bytes | str) -> list[Problem]:
+    with pytest.raises(BadJob) as caught:
+        parse_yaml(text, "job.yaml")
+    return caught.value.problems
+
+
+def test_design_example_is_read_whole() -> None:
+    assert parse_yaml(DESIGN_EXAMPLE) == [
+        JobSpec(
+            name="llama-pretrain",
+            queue="research/nlp",
+            gang=Gang(64, 48, 8),
+            resources=Resources(1, ("H100", "H200"), 8000, 65536),
+            time_limit_s=86400.0,
+            command=("python", "train.py"),
+            workdir="/data/run",
+            checkpoint=Checkpoint("/ckpt/llama", 600.0),
+            restart=Restart(hang_timeout_s=900.0, fail_exit_codes=(2,)),
+            preemption=Preemption("SIGTERM", 60.0),
+        )
+    ]
+
+
+def test_smallest_job_has_the_defaults_of_the_spec() -> None:
+    assert parse_json_spec(b'{"command": ["true"]}') == JobSpec(command=("true",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec"),
+    [
+        ({"priority": 100}, JobSpec(("true",), priority=100, preemptible=False)),
+        ({"priority": 100, "preemptible": True}, JobSpec(("true",), priority=100)),
+        ({"gang": {"ranks": 3}}, JobSpec(("true",), gang=Gang(3, 3))),
+        ({"resources": {"gpus": 2, "gpu_model": "h100"}}, JobSpec(("true",), resources=Resources(2, ("H100",)))),
+        ({"resources": {"cpus": 0.1, "memory": "1.5GiB"}}, JobSpec(("true",), resources=Resources(0, (), 100, 1536))),
+        ({"time_limit": 90}, JobSpec(("true",), time_limit_s=90.0)),
+        ({"time_limit": "1h30m"}, JobSpec(("true",), time_limit_s=5400.0)),
+        ({"time_limit": "1d500ms"}, JobSpec(("true",), time_limit_s=86400.5)),
+        ({"restart": {"signals": {"fail": ["SIGABRT", "SIGABRT"]}}}, JobSpec(("true",), restart=Restart(fail_signals=("SIGABRT",)))),
+        ({"restart": {"hang_timeout": 0}}, JobSpec(("true",))),
+        ({"workdir": "/data//run/./a/"}, JobSpec(("true",), workdir="/data/run/a")),
+        ({"workdir": "/"}, JobSpec(("true",), workdir="/")),
+        ({"checkpoint": {"path": "s3://bucket/run"}}, JobSpec(("true",), checkpoint=Checkpoint("s3://bucket/run"))),
+        ({"env": {"LD_LIBRARY_PATH": "/cuda", "A": ""}}, JobSpec(("true",), env={"LD_LIBRARY_PATH": "/cuda", "A": ""})),
+        ({"name": None, "env": None, "image": None, "mounts": [], "topology": {}, "user": ""}, JobSpec(("true",))),
+    ],
+)
+def test_good_fields(fields: dict[str, Any], spec: JobSpec) -> None:
+    read = parse_json_spec({"command": ["true"], **fields})
+    assert read == spec
+    assert parse_json_spec(to_json(read)) == read
+
+
+def test_all_problems_at_once_each_with_its_place() -> None:
+    text = "name: Llama\ngang:\n  ranks: 64\n  min_rank: 4\ncommand: [python, 8]\nenv: {RANK: '1'}\n"
+    with pytest.raises(BadJob) as caught:
+        parse_yaml(text, "job.yaml")
+    assert [(p.line, p.column, p.pointer, p.code, p.nearest) for p in caught.value.problems] == [
+        (1, 7, "/name", "GL-1105", "llama"),
+        (4, 3, "/gang/min_rank", "GL-1101", "min_ranks"),
+        (5, 19, "/command/1", "GL-1102", '"8"'),
+        (6, 7, "/env/RANK", "GL-1107", ""),
+    ]
+    assert (
+        str(caught.value)
+        .splitlines()[1]
+        .startswith('job.yaml:4:3: /gang/min_rank: "min_rank" is not a field of `gang`. Did you mean min_ranks?')
+    )
+
+
+def test_several_documents_are_several_jobs_and_report_together() -> None:
+    assert len(parse_yaml("---\ncommand: [a]\n---\n# nothing\n---\ncommand: [b]\n")) == 2
+    assert [(p.line, p.pointer) for p in refused_yaml("command: a\n---\ncommand: [b]\nnaem: x\n")] == [(1, "/command"), (4, "/naem")]
+
+
+# ---------------------------------------------------------------- the rows of RELIABILITY 4.2
+
+
+@pytest.mark.parametrize("text", [b"", b"   ", "", b"null", b"[]", b'"x"', b"1", b"\xff", b"{", b"{} {}"])
+def test_b1_b2_not_a_job(text: bytes) -> None:
+    assert refused_text(text)
+    assert refused_yaml(text)
+
+
+def test_b3_larger_than_256_kib() -> None:
+    text = b'{"command": ["' + b"a" * MAX_BYTES + b'"]}'
+    only(refused_text(text), "", "GL-1002")
+    only(refused_yaml(text), "", "GL-1002")
+
+
+def test_b7_duplicate_keys() -> None:
+    only(refused_text(b'{"command": ["a"], "resources": {"gpus": 1, "gpus": 8}}'), "", "GL-1005")
+    problem = only(refused_yaml("command: [a]\nresources: {gpus: 1, gpus: 8}"), "/resources/gpus", "GL-1005")
+    assert (problem.line, problem.column) == (2, 22)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 10_000, "9" * 19, "1" + "0" * 5_000 + ".5"])
+def test_b8_b9_numbers_beyond_json(number: str) -> None:
+    assert refused_text(f'{{"command": ["a"], "time_limit": {number}}}')
+    assert refused_yaml(f"command: [a]\ntime_limit: {number}")
+
+
+def test_b9_huge_number_in_a_decoded_object() -> None:
+    assert "about" in only(refused(priority=10**10_000), "/priority", "GL-1104").message
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 50_000, b'{"command": ' + b"[" * 5_000 + b"]" * 5_000 + b"}"])
+def test_b10_nesting(text: bytes) -> None:
+    assert refused_text(text)
+    assert refused_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "command: [a]\nenv: &e {A: b}",
+        "command: &c [a]\nenv: *c",
+        "command: [a]\nenv: {A: *x}",
+        "a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\ncommand: [a]",
+    ],
+)
+def test_b11_aliases_and_anchors(text: str) -> None:
+    assert "GL-1003" in {p.code for p in refused_yaml(text)}
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!str", "!x", "!!binary"])
+def test_b12_tags(tag: str) -> None:
+    assert "GL-1003" in {p.code for p in refused_yaml(f"command: [a]\nname: {tag} 'x'")}
+
+
+@pytest.mark.parametrize("value", ["0x10", "1_000", "no", "12:30:45", "2026-12-01", "010", "0b11", ".inf", ".nan", "1e3", "+1", "'8'", "on"])
+def test_b13_values_that_yaml_readers_disagree_on(value: str) -> None:
+    problem = only(refused_yaml(f"command: [a]\nresources: {{gpus: {value}}}"), "/resources/gpus", "GL-1102")
+    assert problem.line == 2
+    if value not in ("1e3", "'8'"):
+        for field in ("name", "queue"):
+            only(refused_yaml(f"command: [a]\n{field}: {value}"), f"/{field}", "GL-1102")
+
+
+def test_b13_boolean_words() -> None:
+    only(refused_yaml("command: [a]\npreemptible: no"), "/preemptible", "GL-1102")
+    assert parse_yaml("command: [a]\npreemptible: false")[0].preemptible is False
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../etc/passwd", "a" * 65, "a" * 65_536, "a\0b", "a\n", "a\u202eb", "a\u200bb", "<img onerror>", "A", "-a", "a-", ".", " a", "é"],
+)
+def test_b14_to_b17_names(name: str) -> None:
+    problem = only(refused(name=name), "/name", "GL-1105")
+    assert problem.message.isprintable()
+    assert len(problem.message) < 250
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 1.5, 1.0, "8", True, [], {}, 10**9])
+def test_b19_b20_gpus(gpus: Any) -> None:
+    assert only(refused(resources={"gpus": gpus}), "/resources/gpus", "GL-1104" if type(gpus) is int else "GL-1102").message
+
+
+def test_b21_b22_gang() -> None:
+    only(refused(gang={"ranks": 10**6}), "/gang/ranks", "GL-1104")
+    only(refused(gang={"ranks": 4, "min_ranks": 5}), "/gang/min_ranks", "GL-1108")
+    assert only(refused(gang={"ranks": 12, "ranks_per_node": 8}), "/gang/ranks", "GL-1108").nearest == "8"
+    only(refused(gang={"ranks": 0}), "/gang/ranks", "GL-1104")
+
+
+def test_b23_priority() -> None:
+    for priority in (2**63, -1, 1_000_001):
+        only(refused(priority=priority), "/priority", "GL-1104")
+    only(refused(priority=True), "/priority", "GL-1102")
+
+
+def test_b24_unknown_field() -> None:
+    problem = only(refused(comand=["a"]), "/comand", "GL-1101")
+    assert "comand" in problem.message
+    assert problem.nearest == "command"
+    only(refused(**{"a/b~c": 1}), "/a~1b~0c", "GL-1101")
+
+
+@pytest.mark.parametrize("field", ["roles", "topology", "image", "mounts", "user", "depends_on", "array"])
+def test_fields_of_later_versions(field: str) -> None:
+    assert "not in this version" in only(refused(**{field: "x"}), f"/{field}", "GL-1109").message
+
+
+@pytest.mark.parametrize("field", ["gpu_share", "gpu_memory", "mig"])
+def test_resources_of_later_versions(field: str) -> None:
+    assert "not in this version" in only(refused(resources={field: 0.5}), f"/resources/{field}", "GL-1109").message
+
+
+def test_b27_size_of_env() -> None:
+    only(refused(env={f"V{i}": "x" for i in range(10_000)}), "/env", "GL-1110")
+    only(refused(env={"A": "x" * 1_000_000}), "/env/A", "GL-1110")
+    only(refused(env={f"V{i}": "x" * 30_000 for i in range(10)}), "/env", "GL-1110")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LD_PRELOAD", "LD_AUDIT", "PATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
+     "NVIDIA_VISIBLE_DEVICES", "GANGLINE_JOB", "TORCHELASTIC_RUN_ID"],
+)  # fmt: skip
+def test_b28_reserved_variables(name: str) -> None:
+    only(refused(env={name: "x"}), f"/env/{name}", "GL-1107")
+
+
+@pytest.mark.parametrize("name", ["", "A=B", "1A", "A B", "Ä", "A\0", "A" * 129])
+def test_b28_names_of_variables(name: str) -> None:
+    assert [p.code for p in refused(env={name: "x"})] == ["GL-1105"]
+
+
+def test_b29_env_values() -> None:
+    only(refused(env={"A": "x\0y"}), "/env/A", "GL-1111")
+    only(refused(env={"A": "\ud800"}), "/env/A", "GL-1111")
+    for value in (8, True, None, [], 1.5):
+        only(refused(env={"A": value}), "/env/A", "GL-1102")
+
+
+@pytest.mark.parametrize(
+    ("command", "pointer", "code"),
+    [
+        ([], "/command", "GL-1103"),
+        (None, "", "GL-1103"),
+        ("python train.py", "/command", "GL-1102"),
+        (["a\0"], "/command/0", "GL-1111"),
+        ([""], "/command/0", "GL-1103"),
+        (["a"] * 200_000, "/command", "GL-1110"),
+        (["a", "x" * 131_072], "/command/1", "GL-1110"),
+        (["a", 8], "/command/1", "GL-1102"),
+        (["a", None], "/command/1", "GL-1102"),
+        ({"a": 1}, "/command", "GL-1102"),
+    ],
+)
+def test_b30_command(command: Any, pointer: str, code: str) -> None:
+    only(refused(command=command), pointer, code)
+
+
+@pytest.mark.parametrize("workdir", ["data", "../data", "/data/../etc", "/..", "/a\nb", "/a\u202eb", "~/x", 5])
+def test_b31_workdir(workdir: Any) -> None:
+    assert refused(workdir=workdir)[0].pointer == "/workdir"
+    assert refused(checkpoint={"path": workdir})[0].pointer == "/checkpoint/path"
+
+
+@pytest.mark.parametrize("limit", [0, -5, 1e12, 10**30, "0s", "-5s", "12:30:45", "5 minutes", "1m1h", "1m1m", "24H", True, [], float("inf")])
+def test_b33_time_limit(limit: Any) -> None:
+    assert [p.pointer for p in refused(time_limit=limit)] == ["/time_limit"]
+
+
+def test_b41_arguments_stay_arguments() -> None:
+    assert parse_json_spec({"command": ["echo", ";rm -rf /"]}).command == ("echo", ";rm -rf /")
+
+
+@pytest.mark.parametrize("queue", ["", "/", "a/", "/a", "a//b", "a/../b", "A", "a/b/c/d/e/f/g/h/i", 7, "a" * 300])
+def test_queues(queue: Any) -> None:
+    assert refused(queue=queue)[0].pointer == "/queue"
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer"),
+    [
+        ({"resources": {"memory": "64G"}}, "/resources/memory"),
+        ({"resources": {"memory": 64}}, "/resources/memory"),
+        ({"resources": {"memory": "0GiB"}}, "/resources/memory"),
+        ({"resources": {"memory": "65TiB"}}, "/resources/memory"),
+        ({"resources": {"cpus": 0}}, "/resources/cpus"),
+        ({"resources": {"cpus": 0.001}}, "/resources/cpus"),
+        ({"resources": {"cpus": 0.125}}, "/resources/cpus"),
+        ({"resources": {"cpus": float("nan")}}, "/resources/cpus"),
+        ({"resources": {"gpu_model": "H100"}}, "/resources/gpu_model"),
+        ({"resources": {"gpus": 1, "gpu_model": ["H100", "h100"]}}, "/resources/gpu_model/1"),
+        ({"resources": {"gpus": 1, "gpu_model": ""}}, "/resources/gpu_model"),
+        ({"resources": []}, "/resources"),
+        ({"restart": {"backoff": {"initial": "10m", "max": "5m"}}}, "/restart/backoff"),
+        ({"restart": {"exit_codes": {"fail": [0]}}}, "/restart/exit_codes/fail/0"),
+        ({"restart": {"exit_codes": {"fail": [None]}}}, "/restart/exit_codes/fail/0"),
+        ({"restart": {"exit_codes": {"fail": 2}}}, "/restart/exit_codes/fail"),
+        ({"restart": {"signals": {"fail": ["ABRT"]}}}, "/restart/signals/fail/0"),
+        ({"preemption": {"signal": "SIGKILL"}}, "/preemption/signal"),
+        ({"preemption": {"grace": "2h"}}, "/preemption/grace"),
+        ({"on_disconnect": "stpo"}, "/on_disconnect"),
+        ({"preemptible": "true"}, "/preemptible"),
+    ],
+)
+def test_other_bad_fields(fields: dict[str, Any], pointer: str) -> None:
+    assert [p.pointer for p in refused(**fields)] == [pointer]
+
+
+def test_sizes_without_their_unit_say_what_was_meant() -> None:
+    for written in ("64G", "64gb", "64Gi", "64gib", 64):
+        assert refused(resources={"memory": written})[0].nearest == "64GiB"
+
+
+def test_number_of_problems_is_bounded() -> None:
+    assert len(refused(env={f"GANGLINE_{i}": "x" for i in range(500)})) == 100
+    assert len(refused_yaml("command: [a]\nenv:\n" + "  A: x\n" * 500)) == 100
