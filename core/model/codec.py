@@ -56,9 +56,10 @@ class Frame(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-def encode_event(event: LogEvent) -> list[Any]:
-    """Return the wire form [name, version, body]."""
-    return [event.NAME, event.VERSION, msgspec.to_builtins(event, builtin_types=(bytes,))]
+def encode_event(event: LogEvent) -> bytes:
+    """Return the wire form [name, version, body] as msgpack."""
+    data: bytes = msgpack.packb([event.NAME, event.VERSION, msgspec.to_builtins(event, builtin_types=(bytes,))], use_bin_type=True)
+    return data
 
 
 def decode_event(wire: Any) -> LogEvent:
@@ -80,10 +81,15 @@ def decode_event(wire: Any) -> LogEvent:
         raise ValueError(f"event {name} version {version}: {e}") from e
 
 
-def encode_frame(index: int, epoch: int, at_ms: int, previous: bytes, nonce: bytes, wires: list[list[Any]]) -> bytes:
+def encode_frame(index: int, epoch: int, at_ms: int, previous: bytes, nonce: bytes, wires: list[bytes]) -> bytes:
     """Return the bytes of a frame from already encoded events."""
-    data: bytes = msgpack.packb([FRAME_SCHEMA, index, epoch, at_ms, previous, nonce, wires], use_bin_type=True)
-    return data
+    packer = msgpack.Packer(use_bin_type=True, autoreset=False)
+    packer.pack_array_header(7)
+    for field in (FRAME_SCHEMA, index, epoch, at_ms, previous, nonce):
+        packer.pack(field)
+    packer.pack_array_header(len(wires))
+    header: bytes = packer.bytes()
+    return header + b"".join(wires)
 
 
 def decode_frame(data: bytes, index: int, previous: bytes | None) -> Frame:

@@ -235,11 +235,15 @@ class NodeJoined(LogEvent, frozen=True, kw_only=True):
 
 @_event("node_lost")
 class NodeLost(LogEvent, frozen=True, kw_only=True):
-    """The node's lease is gone, so its agent has ended its ranks; or the node came back without what ran on it."""
+    """The node's lease is gone, so its agent has ended its ranks (all but those of jobs with `on_disconnect: keep`).
+
+    `proven`: nothing that ran there can still run, since the node came back rebooted or as another.
+    """
 
     node: str
     cause: str
     message: str
+    proven: bool = False
 
 
 @_event("node_prepared")

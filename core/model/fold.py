@@ -22,6 +22,8 @@ HEALTHY_MS = 600_000
 
 #: window of the mass-loss brake
 LOSS_WINDOW_MS = 60_000
+#: a brake that was cleared stays off for so long: what is missing then is lost
+BRAKE_REST_MS = 600_000
 
 
 class IllegalTransition(Exception):
@@ -80,9 +82,10 @@ def _brake_set(state: State, e: ev.BrakeSet, index: int, epoch: int, at_ms: int)
     state.brake.since_ms = at_ms
     if not e.on:
         state.brake.losses_ms = []
+        state.brake.armed_from_ms = at_ms + BRAKE_REST_MS
         for job in state.running:
             state.scratch.jobs[job] = None
-    state.capacity_version += 1
+    _capacity(state)
 
 
 # ---------------------------------------------------------------- jobs
@@ -105,7 +108,7 @@ def _job_submitted(state: State, e: ev.JobSubmitted, index: int, epoch: int, at_
         state.keys[job.idempotency_key] = job.id
     if job.spec.name:
         state.names[job.spec.name] = job.id
-    insort(state.queue, queue_key(job))
+    _enqueue(state, job)
 
 
 def _job_stop_requested(state: State, e: ev.JobStopRequested, index: int, epoch: int, at_ms: int) -> None:
@@ -138,6 +141,7 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
         if node_id not in job.parts:
             _leave(state, job, node_id, index)
     job.released, job.master_addr, job.master_port = False, "", 0
+    job.placed_at_ms = at_ms
     job.deferral, job.notice = None, None
     if job.restart is not None:
         new_nodes = tuple(n for n in job.parts if n not in job.previous_nodes)
@@ -224,7 +228,7 @@ def _rank_restarting(state: State, e: ev.RankRestarting, index: int, epoch: int,
         if rank is not None:
             rank.generation = job.generation
             rank.started = rank.exited = False
-            rank.exit_code, rank.cause, rank.message, rank.exited_at_ms = 0, "", "", 0
+            rank.exit_code, rank.cause, rank.message, rank.exited_at_ms, rank.ended_ms = 0, "", "", 0, 0
     _touch(state, job, index)
     _touch_nodes(state, job)
 
@@ -248,12 +252,13 @@ def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_
     _end_generation(job, at_ms)
     _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, e.lost_nodes, at_ms)
     job.not_before_ms = e.not_before_ms
+    job.prepare_failures += e.cause == "prepare_failed"
     job.avoid = {n: until for n, until in job.avoid.items() if until > at_ms} | dict(e.avoid)
     job.notice = None
     _leave_all(state, job, index)
     _enter(state, job, "queued", index, at_ms)
     state.running.pop(job.id, None)
-    insort(state.queue, queue_key(job))
+    _enqueue(state, job)
 
 
 def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_ms: int) -> None:
@@ -298,7 +303,7 @@ def _node_joined(state: State, e: ev.NodeJoined, index: int, epoch: int, at_ms: 
     node.registration = reg
     _count_free(node)
     _touch_node(state, node, index)
-    state.capacity_version += 1
+    _capacity(state)
 
 
 def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int) -> None:
@@ -313,6 +318,7 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
         if holding.leaving_since or e.node not in job.parts:
             del node.holdings[job_id]  # the node's agent has ended everything: nothing is left to wait for
         else:
+            job.parts[e.node].dead = e.proven or job.spec.on_disconnect == "stop"
             state.scratch.jobs[job_id] = None
     _count_free(node)
     _touch_node(state, node, index)
@@ -360,7 +366,8 @@ def _ranks_exited(state: State, e: ev.RanksExited, index: int, epoch: int, at_ms
     for x in e.exits:
         rank = part.ranks[x.rank]
         rank.started = rank.exited = True
-        rank.exit_code, rank.cause, rank.message, rank.exited_at_ms = x.code, x.cause, x.message, x.at_ms or at_ms
+        rank.exit_code, rank.cause, rank.message = x.code, x.cause, x.message
+        rank.exited_at_ms, rank.ended_ms = x.at_ms, at_ms
     _after_start(state, job, index, at_ms)
 
 
@@ -369,6 +376,7 @@ def _after_start(state: State, job: Job, index: int, at_ms: int) -> None:
     if job.state in ("placed", "preparing") and all(r.started for p in job.parts.values() for r in p.ranks.values()):
         job.started_at_ms = job.started_at_ms or at_ms
         job.running_since_ms = at_ms
+        job.prepare_failures = 0
         for node_id in job.parts:
             _shrink(state, job, node_id)
         _enter(state, job, "running", index, at_ms)
@@ -386,13 +394,13 @@ def _part_released(state: State, e: ev.PartReleased, index: int, epoch: int, at_
     del node.holdings[e.job]
     _count_free(node)
     _touch_node(state, node, index)
-    state.capacity_version += 1
+    _capacity(state)
     _forget_oldest(state)
 
 
 def _progress_reported(state: State, e: ev.ProgressReported, index: int, epoch: int, at_ms: int) -> None:
     job = _current(state, e, e.job, e.generation)
-    job.step = e.step
+    job.step, job.step_generation, job.step_at_ms = e.step, e.generation, at_ms
     job.index = index
 
 
@@ -431,13 +439,13 @@ def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: 
     else:
         for job_id in node.holdings:
             job = state.jobs[job_id]
-            if e.node in job.parts and not job.parts[e.node].failed:
-                job.parts[e.node].failed = "confirmed dead"
+            if e.node in job.parts:
+                job.parts[e.node].dead = True
     node.reason = e.reason if node.cordoned or node.draining else ""
     for job_id in node.holdings:
         state.scratch.jobs[job_id] = None
     _touch_node(state, node, index)
-    state.capacity_version += 1
+    _capacity(state)
 
 
 # ---------------------------------------------------------------- shared steps
@@ -446,6 +454,17 @@ def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: 
 def queue_key(job: Job) -> tuple[int, int, str]:
     """Order of the queue: highest priority first, then order of submission."""
     return (-job.spec.priority, job.number, job.id)
+
+
+def _enqueue(state: State, job: Job) -> None:
+    insort(state.queue, queue_key(job))
+    state.scratch.queue_dirty = True
+
+
+def _capacity(state: State) -> None:
+    """Something that could help a waiting gang has changed."""
+    state.capacity_version += 1
+    state.scratch.queue_dirty = True
 
 
 def _dequeue(state: State, job: Job) -> None:
@@ -505,10 +524,15 @@ def _touch_node(state: State, node: Node, index: int) -> None:
     state.scratch.nodes[node.id] = None
 
 
+def row_of_failures(job: Job, at_ms: int) -> int:
+    """Return how many application failures in a row the job has behind it; a healthy generation ends the row."""
+    healthy = job.state == "running" and at_ms - job.running_since_ms >= HEALTHY_MS
+    return 0 if healthy else job.failures_in_row
+
+
 def _account_failure(job: Job, failure_class: str, at_ms: int) -> None:
-    """Only failures of the application use up the budget; a healthy generation before it ends the row."""
-    if job.state == "running" and at_ms - job.running_since_ms >= HEALTHY_MS:
-        job.failures_in_row = 0
+    """Only failures of the application use up the budget."""
+    job.failures_in_row = row_of_failures(job, at_ms)
     if failure_class == "application":
         oldest = at_ms - int(job.spec.restart.window_s * 1000)
         job.failures_ms = [*(t for t in job.failures_ms if t > oldest), at_ms]
@@ -555,7 +579,7 @@ def _shrink(state: State, job: Job, node_id: str) -> None:
     if held is not None and (held.gpus != gpus or held.cpus_milli != len(ranks) * res.cpus_milli):
         node.holdings[job.id] = Holding(gpus=gpus, cpus_milli=len(ranks) * res.cpus_milli, memory_mib=len(ranks) * res.memory_mib)
         _count_free(node)
-        state.capacity_version += 1
+        _capacity(state)
 
 
 def _leave_all(state: State, job: Job, index: int, keep_parts: bool = False) -> None:
@@ -577,7 +601,7 @@ def _leave(state: State, job: Job, node_id: str, index: int) -> None:
     if ended or node.status == "lost":
         del node.holdings[job.id]
         _count_free(node)
-        state.capacity_version += 1
+        _capacity(state)
     else:
         holding.leaving_since = index
     _touch_node(state, node, index)

@@ -46,7 +46,9 @@ class Rank(msgspec.Struct, omit_defaults=True):
     exit_code: int = 0
     cause: str = ""
     message: str = ""
+    #: by the node's clock, good for the order of ends on one node; and by log time
     exited_at_ms: int = 0
+    ended_ms: int = 0
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -59,6 +61,8 @@ class Part(msgspec.Struct, omit_defaults=True):
     #: why this node cannot start its part; empty while it can
     failed: str = ""
     acknowledged: bool = False
+    #: its ranks are dead with their node
+    dead: bool = False
 
 
 class Deferral(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,6 +104,7 @@ class Job(msgspec.Struct, omit_defaults=True):
     master_addr: str = ""
     master_port: int = 0
 
+    placed_at_ms: int = 0
     #: first time that all ranks ran, and when the current generation did
     started_at_ms: int = 0
     running_since_ms: int = 0
@@ -126,11 +131,16 @@ class Job(msgspec.Struct, omit_defaults=True):
     #: nodes and size of the generation before
     previous_nodes: tuple[str, ...] = ()
     restarts: int = 0
+    #: placements in a row that a node could not prepare
+    prepare_failures: int = 0
     #: times of the application failures that count against the budget, and how many came in a row
     failures_ms: list[int] = []
     failures_in_row: int = 0
 
+    #: last logged step, and of which generation and when
     step: int = -1
+    step_generation: int = 0
+    step_at_ms: int = 0
     checkpoint_step: int = -1
     checkpoint_path: str = ""
     checkpoint_at_ms: int = 0
@@ -199,8 +209,10 @@ class Brake(msgspec.Struct, omit_defaults=True):
     on: bool = False
     message: str = ""
     since_ms: int = 0
-    #: log times of recent node losses, newest last, bounded
+    #: log times of the node losses in the last minute
     losses_ms: list[int] = []
+    #: after it was cleared, it does not go on again before this time
+    armed_from_ms: int = 0
 
 
 class Scratch:
@@ -214,6 +226,8 @@ class Scratch:
         self.nodes: dict[str, None] = {}
         #: heap of (due in log ms, job): when the job must be looked at again, at the latest; kept by policy.attention
         self.timers: list[tuple[int, str]] = []
+        #: a gang joined the queue, or capacity came free, since the queue was last gone through in vain
+        self.queue_dirty = True
 
 
 class State(msgspec.Struct):

@@ -1,0 +1,293 @@
+"""What to do about one gang that is placed: the rules of DESIGN section 5, as a function of the state and the time.
+
+`next_step` looks at the job's situation and returns the one decision that it calls for, or nothing. The cases stand in order of precedence.
+`due_ms` says when time alone may change the answer.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from gangline.core.model import events as ev
+from gangline.core.model.fold import row_of_failures
+from gangline.core.model.state import Job, Node, Part, Rank, State
+
+#: a node that has not prepared, or not started its ranks, in this time is charged with it; the old generation's grace comes on top
+PREPARE_TIMEOUT_MS = 60_000
+#: how long a gang keeps away from a node that could not prepare it
+AVOID_MS = 60_000
+#: placements in a row that fail to prepare before the job itself is blamed
+PREPARE_ATTEMPTS = 3
+#: a node loss so soon after a rank failure is taken for its cause
+SAME_OUTAGE_MS = 60_000
+
+#: causes of a rank's end that are not the application's doing (documents.ObservedRank)
+INFRASTRUCTURE_CAUSES = frozenset({"fenced", "node_restart", "lost"})
+
+
+def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
+    """Return the decision that the job's situation calls for now, or None."""
+    if job.stop and job.state != "finished":
+        by = f" by {job.stop_by}" if job.stop_by else ""
+        return ev.GangFinished(job=job.id, outcome="cancelled", cause="stopped", message=f"stopped{by}: {job.stop}")
+    if not job.active:
+        return None
+    # 1. Nodes that are gone take the whole gang with them.
+    lost = _lost_nodes(state, job)
+    if lost:
+        return _node_failure(job, lost, now_ms)
+    # 2. A restart in place that has waited long enough.
+    if job.state == "restarting":
+        return _place_again(state, job, now_ms)
+    # 3. A gang that was asked to leave, and has saved its work or run out of time.
+    if job.state == "preempting":
+        return _leave(job, now_ms)
+    # 4. Ranks that ended badly, then a gang that is done.
+    failed = _first_failure(job)
+    if failed is not None:
+        return _rank_failure(job, *failed, now_ms)
+    if all(r.exited for r in _ranks(job)):
+        return ev.GangFinished(job=job.id, outcome="succeeded", cause="completed", message=f"all {job.world_size} ranks ended with status 0")
+    # 5. Limits.
+    if job.spec.time_limit_s and job.running_since_ms and _ran_ms(job, now_ms) >= job.spec.time_limit_s * 1000:
+        message = f"ran for its time limit of {job.spec.time_limit_s:g} s"
+        return ev.GangFinished(job=job.id, outcome="failed", cause="time_limit", message=message)
+    # 6. The barrier.
+    step = _barrier(job, now_ms)
+    if step is not None:
+        return step
+    # 7. Nodes that an operator wants empty.
+    return _drain(state, job, now_ms)
+
+
+def due_ms(state: State, job: Job) -> int | None:
+    """Return the log time at which `next_step` may answer otherwise although nothing happens; None when time changes nothing."""
+    due: list[int] = []
+    if job.state in ("queued", "restarting") and job.not_before_ms > state.at_ms:
+        due.append(job.not_before_ms)
+    if job.state == "queued":
+        due += [until for until in job.avoid.values() if until > state.at_ms]
+    if job.state == "preempting" and job.notice is not None:
+        due.append(job.notice.deadline_ms)
+    if job.state in ("placed", "preparing"):
+        due.append(_prepare_deadline(job))
+    if job.running_since_ms:
+        if job.spec.time_limit_s:
+            due.append(int(job.running_since_ms - job.ran_ms + job.spec.time_limit_s * 1000))
+        if job.spec.restart.on_rank_failure == "rank":
+            due += [_rank_backoff_end(job, r) for r in _ranks(job) if r.exited and _failed(r)]
+    if job.active:
+        due += [n.drain_deadline_ms for n in _nodes(state, job) if n.draining and n.drain_deadline_ms > state.at_ms]
+    return min(due, default=None)
+
+
+def failure_class(rank: Rank) -> ev.FailureClass:
+    """Attribute a rank's end: infrastructure only on evidence, since that is free of charge to the job."""
+    return "infrastructure" if rank.cause in INFRASTRUCTURE_CAUSES else "application"
+
+
+def describe_exit(number: int, rank: Rank) -> str:
+    """Say how a rank ended, for people."""
+    if rank.cause == "start_failed":
+        return f"rank {number} could not be started: {rank.message or 'no reason given'}"
+    how = f"was ended by {_signal_name(-rank.exit_code)}" if rank.exit_code < 0 else f"exited with status {rank.exit_code}"
+    why = f" ({rank.cause}{': ' + rank.message if rank.message else ''})" if rank.cause else ""
+    return f"rank {number} {how}{why}"
+
+
+# ---------------------------------------------------------------- 1. lost nodes
+
+
+def _lost_nodes(state: State, job: Job) -> list[str]:
+    return [n for n, part in job.parts.items() if part.dead or n not in state.nodes]
+
+
+def _node_failure(job: Job, lost: list[str], now_ms: int) -> ev.LogEvent:
+    names = ", ".join(lost)
+    message = f"node {names} lost" if len(lost) == 1 else f"nodes {names} lost"
+    if job.spec.restart.on_node_failure == "fail":
+        return ev.GangFinished(job=job.id, outcome="failed", cause="node_lost", message=f"{message}, and the job says on_node_failure: fail")
+    # Ranks of a dying node fail a little before it is known to be lost, and those of its neighbours with them.
+    recent = job.restart is not None and now_ms - job.restart.failed_at_ms < SAME_OUTAGE_MS
+    disguised = recent and job.restart is not None and job.restart.failure_class == "application" and not job.running_since_ms
+    return ev.GangRequeued(
+        job=job.id, generation=job.generation, cause="node_lost", failure_class="infrastructure", message=message,
+        lost_ranks=tuple(r for n in lost for r in job.parts[n].ranks), lost_nodes=tuple(lost), forgive=disguised,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- 2. restart in place
+
+
+def _place_again(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
+    if now_ms < job.not_before_ms:
+        return None
+    if any(n.draining for n in _nodes(state, job)):
+        return ev.GangRequeued(
+            job=job.id, generation=job.generation, cause="drain", failure_class="infrastructure",
+            message="a node of the gang is being drained, so it restarts elsewhere",
+        )  # fmt: skip
+    parts = tuple(
+        ev.PlacedPart(node, tuple(ev.PlacedRank(n, r.gpus) for n, r in part.ranks.items())) for node, part in job.parts.items()
+    )
+    return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=parts, reason="restart in place")
+
+
+# ---------------------------------------------------------------- 3. asked to leave
+
+
+def _leave(job: Job, now_ms: int) -> ev.LogEvent | None:
+    if job.notice is None:
+        return None
+    gone = all(p.acknowledged or p.failed or all(r.exited for r in p.ranks.values()) for p in job.parts.values())
+    if not gone and now_ms < job.notice.deadline_ms:
+        return None
+    how = "saved its work" if gone else f"did not acknowledge within {job.notice.grace_s:g} s"
+    return ev.GangRequeued(
+        job=job.id, generation=job.generation, cause=job.notice.cause, failure_class="infrastructure", message=f"{job.notice.message}; it {how}"
+    )
+
+
+# ---------------------------------------------------------------- 4. failed ranks
+
+
+def _failed(rank: Rank) -> bool:
+    return rank.exit_code != 0 or bool(rank.cause)
+
+
+def _first_failure(job: Job) -> tuple[int, Rank] | None:
+    failed = [(r.exited_at_ms, n, r) for p in job.parts.values() for n, r in p.ranks.items() if r.exited and _failed(r)]
+    return min(failed)[1:] if failed else None
+
+
+def _rank_failure(job: Job, number: int, rank: Rank, now_ms: int) -> ev.LogEvent | None:
+    rules = job.spec.restart
+    what = describe_exit(number, rank)
+    kind = failure_class(rank)
+    final = _final(job, rank, kind, now_ms)
+    if final:
+        cause, why = final
+        return ev.GangFinished(job=job.id, outcome="failed", cause=cause, message=f"{what}; {why}", exit_code=_shell_status(rank))
+    cause = "hang" if rank.cause == "hang" else "rank_failed"
+    if rules.on_rank_failure == "rank":
+        failed = [(n, r) for p in job.parts.values() for n, r in p.ranks.items() if r.exited and _failed(r)]
+        if now_ms < _rank_backoff_end(job, rank):
+            return None
+        return ev.RankRestarting(
+            job=job.id, generation=job.generation, ranks=tuple(sorted(n for n, _ in failed)), cause=cause, failure_class=kind, message=what
+        )
+    delay_ms = _backoff_ms(job, now_ms) if kind == "application" else 0
+    return ev.GangRestarting(
+        job=job.id, generation=job.generation, cause=cause, failure_class=kind, message=what, lost_ranks=(number,),
+        not_before_ms=now_ms + delay_ms if delay_ms else 0,
+    )  # fmt: skip
+
+
+def _final(job: Job, rank: Rank, kind: ev.FailureClass, now_ms: int) -> tuple[str, str] | None:
+    """Return (cause, words) when this failure ends the job."""
+    rules = job.spec.restart
+    if rank.cause == "start_failed":
+        return "start_failed", "starting it again would not help"
+    if kind == "infrastructure":
+        return None
+    if rules.on_rank_failure == "never":
+        return "rank_failed", "the job says on_rank_failure: never"
+    if rank.exit_code in rules.fail_exit_codes:
+        return "rank_failed", f"the job says that exit code {rank.exit_code} is final"
+    if rank.exit_code < 0 and _signal_name(-rank.exit_code) in rules.fail_signals:
+        return "rank_failed", f"the job says that {_signal_name(-rank.exit_code)} is final"
+    used = sum(t > now_ms - rules.window_s * 1000 for t in job.failures_ms)
+    if used >= rules.max_restarts:
+        return "restarts_exhausted", f"{used} of {rules.max_restarts} restarts within {rules.window_s:g} s are used up"
+    return None
+
+
+def _backoff_ms(job: Job, now_ms: int) -> int:
+    """The first failure in a row restarts at once, then the delay doubles from `initial` to `max`."""
+    row = row_of_failures(job, now_ms)
+    if row == 0:
+        return 0
+    rules = job.spec.restart
+    return int(min(rules.backoff_initial_s * 2 ** min(row - 1, 40), rules.backoff_max_s) * 1000)
+
+
+def _rank_backoff_end(job: Job, rank: Rank) -> int:
+    delay = _backoff_ms(job, rank.ended_ms) if failure_class(rank) == "application" else 0
+    return rank.ended_ms + delay
+
+
+def _shell_status(rank: Rank) -> int:
+    return 128 - rank.exit_code if rank.exit_code < 0 else rank.exit_code or 1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# ---------------------------------------------------------------- 6. the barrier
+
+
+def _barrier(job: Job, now_ms: int) -> ev.LogEvent | None:
+    if job.state not in ("placed", "preparing"):
+        return None
+    broken = {n: p.failed for n, p in job.parts.items() if p.failed}
+    if not broken and not job.released and len(job.parts) > 1 and all(p.prepared for p in job.parts.values()):
+        first = next(iter(job.parts.values()))
+        return ev.GangReleased(job=job.id, generation=job.generation, master_addr=first.address, master_port=first.port)
+    if not broken and now_ms >= _prepare_deadline(job):
+        waited = f"nothing for {(now_ms - job.placed_at_ms) / 1000:.0f} s"
+        broken = {n: waited for n, p in job.parts.items() if not _has_done_its_part(job, p)}
+    if not broken:
+        return None
+    message = "; ".join(f"{n} could not prepare: {why}" for n, why in broken.items())
+    if job.prepare_failures + 1 >= PREPARE_ATTEMPTS:
+        message = f"{message}; {PREPARE_ATTEMPTS} placements in a row failed, so the job is to blame"
+        return ev.GangFinished(job=job.id, outcome="failed", cause="prepare_failed", message=message)
+    return ev.GangRequeued(
+        job=job.id, generation=job.generation, cause="prepare_failed", failure_class="infrastructure", message=message,
+        avoid=tuple((n, now_ms + AVOID_MS) for n in broken),
+    )  # fmt: skip
+
+
+def _has_done_its_part(job: Job, part: Part) -> bool:
+    if job.released or len(job.parts) == 1:
+        return all(r.started for r in part.ranks.values())
+    return part.prepared
+
+
+def _prepare_deadline(job: Job) -> int:
+    return job.placed_at_ms + PREPARE_TIMEOUT_MS + int(job.spec.preemption.grace_s * 1000)
+
+
+# ---------------------------------------------------------------- 7. drain
+
+
+def _drain(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
+    for node in _nodes(state, job):
+        overdue = node.drain_deadline_ms and now_ms >= node.drain_deadline_ms
+        if node.draining and (job.spec.preemptible or overdue):
+            grace_s = job.spec.preemption.grace_s
+            reason = f": {node.reason}" if node.reason else ""
+            return ev.GangPreempting(
+                job=job.id, generation=job.generation, cause="drain", message=f"node {node.id} is being drained{reason}",
+                deadline_ms=int(now_ms + grace_s * 1000), grace_s=grace_s,
+            )  # fmt: skip
+    return None
+
+
+# ---------------------------------------------------------------- small readings of the state
+
+
+def _ranks(job: Job) -> list[Rank]:
+    return [r for p in job.parts.values() for r in p.ranks.values()]
+
+
+def _nodes(state: State, job: Job) -> list[Node]:
+    return [state.nodes[n] for n in job.parts if n in state.nodes]
+
+
+def _ran_ms(job: Job, now_ms: int) -> int:
+    return job.ran_ms + now_ms - job.running_since_ms

@@ -1,0 +1,128 @@
+"""What clients ask of the leader, and `admit`: the pure function that turns a command into events or refuses it.
+
+A command is answered after the frame with its events is committed, never before.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from gangline.core.model import events as ev
+from gangline.core.model.spec import JobSpec
+from gangline.core.model.state import State
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """Accept a job. `job` is the id that it gets, made by the caller because ids are random."""
+
+    job: str
+    spec: JobSpec
+    user: str = ""
+    idempotency_key: str = ""
+    #: digest of the request, compared when the key is seen again
+    body_digest: str = ""
+    trace_id: str = ""
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """End a job."""
+
+    job: str
+    by: str = ""
+    reason: str = ""
+
+
+class Administer(msgspec.Struct, frozen=True):
+    """Change how a node is used."""
+
+    node: str
+    action: Literal["cordon", "uncordon", "drain", "undrain", "confirm_dead"]
+    by: str = ""
+    reason: str = ""
+    deadline_s: float = 0.0
+
+
+class SetBrake(msgspec.Struct, frozen=True):
+    """Set or clear the mass-loss brake."""
+
+    on: bool
+    by: str = ""
+    reason: str = ""
+
+
+Command = Submit | Stop | Administer | SetBrake
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The command is true from log entry `index` on (also when it was true before: `replayed`)."""
+
+    index: int
+    #: the job or node concerned
+    subject: str
+    replayed: bool = False
+
+
+class Refused(Exception):
+    """The command cannot be carried out in this state; nothing was written."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        """`status` is the HTTP status that says it best: 404, 409, 422."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+def admit(state: State, command: Command) -> ev.LogEvent | Accepted:
+    """Return the event that carries the command out, or Accepted when it is true already. Raises Refused."""
+    match command:
+        case Submit():
+            return _submit(state, command)
+        case Stop():
+            return _stop(state, command)
+        case Administer():
+            return _administer(state, command)
+        case SetBrake():
+            if state.brake.on == command.on:
+                return Accepted(state.index, "brake", replayed=True)
+            return ev.BrakeSet(on=command.on, message=command.reason or "set by an operator", by=command.by)
+
+
+def _submit(state: State, c: Submit) -> ev.LogEvent | Accepted:
+    if c.idempotency_key and (known := state.keys.get(c.idempotency_key)) is not None:
+        job = state.jobs[known]
+        if job.body_digest != c.body_digest:
+            raise Refused(422, "idempotency_key_reused", f"this idempotency key belongs to {known}, which was submitted with another body")
+        return Accepted(job.submitted_index, known, replayed=True)
+    if c.spec.name and (holder := state.names.get(c.spec.name)) is not None:
+        message = f"the name {c.spec.name} belongs to {holder}, which is {state.jobs[holder].state}; stop it or take another"
+        raise Refused(409, "name_in_use", message)
+    return ev.JobSubmitted(
+        job=c.job, spec=c.spec, user=c.user, idempotency_key=c.idempotency_key, body_digest=c.body_digest, trace_id=c.trace_id
+    )
+
+
+def _stop(state: State, c: Stop) -> ev.LogEvent | Accepted:
+    job = state.jobs.get(c.job)
+    if job is None:
+        raise Refused(404, "no_such_job", f"there is no job {c.job}")
+    if job.state == "finished" or job.stop:
+        return Accepted(job.index, job.id, replayed=True)
+    return ev.JobStopRequested(job=c.job, by=c.by, reason=c.reason)
+
+
+def _administer(state: State, c: Administer) -> ev.LogEvent | Accepted:
+    node = state.nodes.get(c.node)
+    if node is None:
+        raise Refused(404, "no_such_node", f"there is no node {c.node}")
+    same = {
+        "cordon": node.cordoned and node.reason == c.reason, "uncordon": not node.cordoned, "undrain": not node.draining,
+        "drain": node.draining and node.reason == c.reason and not c.deadline_s, "confirm_dead": False,
+    }  # fmt: skip
+    if same[c.action]:
+        return Accepted(node.index, c.node, replayed=True)
+    if c.action == "confirm_dead" and node.status != "lost":
+        raise Refused(409, "node_is_up", f"{c.node} is up; stop its agent or cut its power before it is called dead")
+    return ev.NodeAdministered(node=c.node, action=c.action, by=c.by, reason=c.reason, deadline_s=c.deadline_s)

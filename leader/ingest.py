@@ -1,0 +1,112 @@
+"""From what agents say to events: pure functions that compare a document with the state and return what is new in it.
+
+Documents are states, so each may be read any number of times and only the newest counts; a document that says nothing new gives no events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gangline.core.model import events as ev
+from gangline.core.model.documents import Observed, ObservedGang, ObservedRank, Registration
+from gangline.core.model.fold import LOSS_WINDOW_MS
+from gangline.core.model.state import Job, Part, State
+
+#: at most one progress event of a gang in this time
+PROGRESS_EVERY_MS = 60_000
+
+#: so many nodes, and this share of those that were up a minute ago: more than that gone at once is rather our own fault
+BRAKE_NODES = 3
+BRAKE_SHARE = 0.5
+#: the brake clears itself after this time
+BRAKE_MS = 300_000
+
+
+def registered(state: State, reg: Registration) -> list[ev.LogEvent]:
+    """What a registration says that the state does not know."""
+    node = state.nodes.get(reg.node)
+    joined = ev.NodeJoined(registration=reg)
+    if node is None:
+        return [joined]
+    known = node.registration
+    if known == reg and node.status == "up":
+        return []
+    if known.identity == reg.identity and known.boot_id == reg.boot_id:
+        return [joined]
+    # Whatever ran there is gone with the boot, or with the machine that had this name before.
+    cause = "replaced" if known.identity != reg.identity else "rebooted"
+    lost = ev.NodeLost(node=reg.node, cause=cause, message=f"{reg.node} came back {cause}; nothing of what ran there is left", proven=True)
+    if node.status == "lost":
+        return [joined] if not node.holdings else [ev.NodeAdministered(node=reg.node, action="confirm_dead", reason=cause), joined]
+    return [lost, joined]
+
+
+def vanished(state: State, missing: list[str], now_ms: int) -> list[ev.LogEvent]:
+    """What the leases of `missing` nodes being gone means: nodes lost, or the brake."""
+    up = [n for n in missing if n in state.nodes and state.nodes[n].status == "up"]
+    brake = state.brake
+    if brake.on:
+        if now_ms - brake.since_ms < BRAKE_MS:
+            return []
+        return [ev.BrakeSet(on=False, message=f"cleared after {BRAKE_MS // 1000} s")]
+    if not up:
+        return []
+    recent = sum(t > now_ms - LOSS_WINDOW_MS for t in brake.losses_ms)
+    gone = recent + len(up)
+    total = recent + sum(n.status == "up" for n in state.nodes.values())
+    if gone >= BRAKE_NODES and gone > BRAKE_SHARE * total and now_ms >= brake.armed_from_ms:
+        message = f"{gone} of {total} nodes vanished within a minute: suspecting the network or the store, nothing is moved"
+        return [ev.BrakeSet(on=True, message=message)]
+    return [ev.NodeLost(node=n, cause="lease_expired", message=f"the lease of {n} has expired") for n in sorted(up)]
+
+
+def observed(state: State, doc: Observed, now_ms: int) -> list[ev.LogEvent]:
+    """What an observed document says that the state does not know. One that is not from the registered agent says nothing."""
+    node = state.nodes.get(doc.node)
+    if node is None or node.status != "up" or node.registration.identity != doc.identity or node.registration.boot_id != doc.boot_id:
+        return []
+    gangs = {g.job: g for g in doc.gangs}
+    out: list[ev.LogEvent] = []
+    for job_id, holding in node.holdings.items():
+        gang = gangs.get(job_id)
+        if holding.leaving_since:
+            if gang is None and doc.desired_index >= holding.leaving_since:
+                out.append(ev.PartReleased(job=job_id, node=doc.node))
+            continue
+        job = state.jobs[job_id]
+        part = job.parts.get(doc.node)
+        if gang is not None and part is not None and job.active and job.state != "restarting":
+            out.extend(_gang(job, part, doc.node, gang, now_ms))
+    return out
+
+
+def _gang(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -> Iterator[ev.LogEvent]:
+    current = gang.generation == job.generation
+    if current and job.state in ("placed", "preparing") and not part.prepared and not part.failed:
+        if gang.phase == "prepared" and len(job.parts) > 1:
+            yield ev.NodePrepared(job=job.id, generation=job.generation, node=node, address=gang.address, port=gang.port)
+        elif gang.phase == "prepare_failed":
+            yield ev.PrepareFailed(job=job.id, generation=job.generation, node=node, message=gang.message)
+    ranks = [r for r in gang.ranks if r.rank in part.ranks and part.ranks[r.rank].generation == r.generation]
+    started = tuple(r.rank for r in ranks if r.state in ("running", "stopping") and not part.ranks[r.rank].started)
+    if started:
+        yield ev.RanksStarted(job=job.id, generation=job.generation, node=node, ranks=started)
+    exits = tuple(_exit(r) for r in ranks if r.state == "exited" and not part.ranks[r.rank].exited)
+    if exits:
+        yield ev.RanksExited(job=job.id, node=node, exits=exits)
+    if current:
+        yield from _reports(job, part, node, gang, now_ms)
+
+
+def _reports(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -> Iterator[ev.LogEvent]:
+    if gang.checkpoint_step > job.checkpoint_step:
+        yield ev.CheckpointReported(job=job.id, generation=job.generation, step=gang.checkpoint_step, path=gang.checkpoint_path)
+    due = job.step_generation != job.generation or now_ms - job.step_at_ms >= PROGRESS_EVERY_MS
+    if gang.step >= 0 and gang.step != job.step and due:
+        yield ev.ProgressReported(job=job.id, generation=job.generation, step=gang.step)
+    if job.state == "preempting" and gang.acknowledged and not part.acknowledged:
+        yield ev.StopAcknowledged(job=job.id, generation=job.generation, node=node)
+
+
+def _exit(r: ObservedRank) -> ev.RankExit:
+    return ev.RankExit(rank=r.rank, generation=r.generation, code=r.exit_code, cause=r.cause, message=r.message, at_ms=r.exited_at_ms)
