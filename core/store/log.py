@@ -88,9 +88,7 @@ class Log:
         key = self._keys.frame(index)
         compares = [guard(self._keys, token), Compare(key, "version", "==", 0)]
         try:
-            result = await send_until_answered(
-                self._store, compares, [Put(key, data)], [Get(key), Get(self._keys.leader)], what, self._settle_s
-            )
+            result = await send_until_answered(self._store, compares, [Put(key, data)], [Get(key), Get(self._keys.leader)], what, self._settle_s)
         except OutOfSpace:
             # Without space the store refuses a transaction with a put before it looks at the guards, but it still answers reads.
             stored = await self._store.get(key)
