@@ -12,13 +12,17 @@ from gangline.core.model.codec import BadFrame, Frame, decode_frame
 from gangline.core.model.fold import IllegalTransition, apply_frame
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import BadSnapshot, load_state
-from gangline.core.store.api import Store
+from gangline.core.store.api import Store, StoreError
 from gangline.core.store.keys import Keys
 from gangline.core.store.log import Log, Truncated
 from gangline.core.store.snapshots import Snapshots
 
 #: a leader may save, prune and truncate while somebody recovers; then it begins again
 _TRIES = 5
+
+
+class Unrecoverable(StoreError):
+    """The beginning of the log is gone and no snapshot that can be read replaces it. A person must restore the store from a backup."""
 
 
 class Recovered(NamedTuple):
@@ -35,8 +39,7 @@ class Recovered(NamedTuple):
 async def recover(store: Store, keys: Keys) -> Recovered:
     """Return the state after the whole log that the store has.
 
-    Raises BadFrame (with the index) for a frame that cannot be folded, LogGap for one that is missing, Truncated when no snapshot that
-    can be read reaches the beginning of the log, and StoreErrors.
+    Raises BadFrame (with the index) for a frame that cannot be folded, LogGap for one that is missing, Unrecoverable, and StoreErrors.
     """
     log = Log(store, keys)
     for left in reversed(range(_TRIES)):
@@ -44,16 +47,18 @@ async def recover(store: Store, keys: Keys) -> Recovered:
         snapshot = state.index
         try:
             revision = await catch_up(state, log)
-        except Truncated:
-            if not left:
-                raise
-            continue
+        except Truncated as e:
+            if left:
+                continue
+            raise Unrecoverable(f"{e}; none can be read: {'; '.join(skipped) or 'there is none'}; restore a backup of the store") from e
+        if not state.index and skipped:
+            raise Unrecoverable(f"the log is empty and no snapshot can be read: {'; '.join(skipped)}; restore a backup of the store")
         return Recovered(state, revision, snapshot, skipped)
     raise AssertionError("unreachable")
 
 
 async def catch_up(state: State, log: Log) -> int:
-    """Fold what the log has after `state`, in place, and return the store revision at which that was all. Raises as `recover`."""
+    """Fold what the log has after `state`, in place, and return the store revision at which that was all. Raises as `recover`, and Truncated."""
     revision = 0
     async for page in log.pages(state.index + 1):
         replay((data for _, data, _ in page.entries), state)
