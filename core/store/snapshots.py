@@ -98,7 +98,7 @@ class Snapshots:
                 self.skipped.append(f"snapshot {index}: {e}; the one before is used")
         return None
 
-    async def prune(self, keep: int, token: int) -> int:
+    async def prune(self, keep: int = 2, *, token: int) -> int:
         """Delete all but the newest `keep` snapshots that are whole, and what is left of unfinished ones. Not while a `save` is under way.
 
         Returns the index of the oldest snapshot kept, 0 when there is none: log entries up to it can be truncated, and if a newer snapshot
