@@ -41,9 +41,9 @@ def registered(state: State, reg: Registration) -> list[ev.LogEvent]:
     return [lost, joined]
 
 
-def vanished(state: State, missing: list[str], now_ms: int) -> list[ev.LogEvent]:
-    """What the leases of `missing` nodes being gone means: nodes lost, or the brake."""
-    up = [n for n in missing if n in state.nodes and state.nodes[n].status == "up"]
+def vanished(state: State, due: list[str], missing: list[str], now_ms: int) -> list[ev.LogEvent]:
+    """What it means that the leases of `missing` nodes are gone, those of `due` for long enough: nodes lost, or the brake."""
+    up = [n for n in due if n in state.nodes and state.nodes[n].status == "up"]
     brake = state.brake
     if brake.on:
         if now_ms - brake.since_ms < BRAKE_MS:
@@ -52,7 +52,7 @@ def vanished(state: State, missing: list[str], now_ms: int) -> list[ev.LogEvent]
     if not up:
         return []
     recent = sum(t > now_ms - LOSS_WINDOW_MS for t in brake.losses_ms)
-    gone = recent + len(up)
+    gone = recent + sum(n in state.nodes and state.nodes[n].status == "up" for n in missing)
     total = recent + sum(n.status == "up" for n in state.nodes.values())
     if gone >= BRAKE_NODES and gone > BRAKE_SHARE * total and now_ms >= brake.armed_from_ms:
         message = f"{gone} of {total} nodes vanished within a minute: suspecting the network or the store, nothing is moved"

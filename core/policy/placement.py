@@ -101,8 +101,8 @@ def _fill(job: Job, rooms: list[Room], elastic: bool) -> tuple[PlacedPart, ...] 
     chosen: list[tuple[Room, int]] = []
     while ranks:
         # The node that the remainder fills best, else the emptiest one.
-        exact = next((i for i in range(len(fits) - 1, -1, -1) if fits[i][0] >= ranks), 0)
-        capacity, room = fits.pop(exact)
+        best = min((i for i in range(len(fits)) if fits[i][0] >= ranks), key=lambda i: (fits[i][0], i), default=0)
+        capacity, room = fits.pop(best)
         chosen.append((room, min(capacity, ranks)))
         ranks -= min(capacity, ranks)
     return _parts(job, chosen)
