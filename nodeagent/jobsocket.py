@@ -12,8 +12,7 @@ Protocol, JSON lines in both directions:
 Ranks run code that nobody here has read, so every line is hostile until proved otherwise:
 
 - what reaches `on_message` is rebuilt from checked fields: known types only, steps that fit an int64, paths that are valid UTF-8;
-- lines, connections, stored events and unsent bytes are bounded; a rank that floods is read more slowly, one that does not read is
-  dropped;
+- lines, connections, stored events and unsent bytes are bounded; who floods is read more slowly, who does not read is dropped;
 - a rank is who its token says, and the token dies with it (`dismiss`).
 
 A message of an unknown type is ignored, so that a newer SDK works with an older agent. After a restart the agent admits the ranks
@@ -80,7 +79,7 @@ class JobSocket:
     """Server of the socket. Everything runs on the event loop that called `start`; nothing here blocks it."""
 
     def __init__(self, path: Path, on_message: Callable[[RankRef, dict[str, object]], None], *, mode: int = 0o600) -> None:
-        """`on_message` gets each checked message and must not raise; `mode` is that of the socket file (tokens tell ranks apart)."""
+        """`on_message` gets each checked message and must not raise; `mode` is that of the socket file."""
         self._path = path
         self._on_message = on_message
         self._mode = mode
@@ -226,7 +225,7 @@ class _Stream:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: bytes to lines, lines to checked messages, at a bounded rate. It has a token once it has introduced itself."""
+    """One connection: bytes to lines, lines to checked messages, at a bounded rate. It has a token after its hello."""
 
     def __init__(self, owner: JobSocket, loop: asyncio.AbstractEventLoop) -> None:
         self.token: str | None = None

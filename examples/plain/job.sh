@@ -7,6 +7,8 @@ rank=${RANK:-0}
 generation=${GANGLINE_GENERATION:-0}
 directory=${GANGLINE_CHECKPOINT_DIR:-./checkpoints}
 steps=${STEPS:-60}
+leave=
+trap 'leave=yes' TERM
 mkdir -p "$directory"
 
 # Generations come first in the names. An older generation that still writes somewhere writes to its own file, and nobody reads that:
@@ -28,8 +30,6 @@ save() {
     mv "$directory/.rank-$rank.$$" "$mine" # in one move: the file is whole at any moment
 }
 
-leave=
-trap 'leave=yes' TERM
 while [ "$step" -lt "$steps" ]; do
     sleep "${STEP_SECONDS:-1}" &
     wait $! || true # ends early when the signal comes

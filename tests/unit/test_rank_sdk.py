@@ -65,7 +65,7 @@ def test_outside_everything_is_harmless(tmp_path: Path) -> None:
             assert "checkpoint directory" in str(error)
         with rank.checkpoint(3, directory=os.environ["DIR"], suffix=".txt") as path:
             path.write_text("three")
-        print(rank.latest_checkpoint(os.environ["DIR"]).step, os.listdir(os.environ["DIR"]), threading.active_count())
+        print(rank.latest_checkpoint(os.environ["DIR"]).step, sorted(os.listdir(os.environ["DIR"])), threading.active_count())
         """,
         DIR=str(tmp_path / "ckpt"),
     )
