@@ -20,6 +20,10 @@ _LONGEST_PAUSE_S = 0.5
 _PART_OF_ONE_TRY = 0.4
 
 
+class OtherCluster(WentBack):
+    """The answer is of another cluster, which asking again will not change."""
+
+
 class HighWater:
     """The newest state of the store that this process has seen.
 
@@ -53,18 +57,18 @@ class HighWater:
         self.raft_term = max(self.raft_term, raft_term)
 
     def check_cluster(self, cluster_id: int) -> None:
-        """Raise WentBack when `cluster_id` is not the one of all answers so far."""
+        """Raise OtherCluster when `cluster_id` is not the one of all answers so far."""
         if self.cluster_id == 0:
             self.cluster_id = cluster_id
         elif cluster_id != self.cluster_id:
-            raise WentBack(
+            raise OtherCluster(
                 f"an endpoint answers for cluster {cluster_id:x}, but this process works with cluster {self.cluster_id:x}: "
                 "check the endpoints and what their names resolve to"
             )
 
 
 async def repeat_read(read: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
-    """Return what `read(seconds for this try)` returns; after an Ambiguous or WentBack answer try again, until `timeout_s` is over.
+    """Return what `read(seconds for this try)` returns; after an Ambiguous or older answer try again, until `timeout_s` is over.
 
     Raises what the last try raised. One stale answer (etcd-io/etcd#20418) is thus not the end, a restored cluster is.
     """
@@ -73,15 +77,16 @@ async def repeat_read(read: Callable[[float], Awaitable[T]], timeout_s: float) -
     one_try_s = timeout_s * _PART_OF_ONE_TRY
     try:
         return await read(one_try_s)
-    except (Ambiguous, WentBack):
-        pass
+    except (Ambiguous, WentBack) as error:
+        if not _worth_repeating(error):
+            raise
 
     async def again() -> T:
         return await read(max(0.001, min(one_try_s, deadline - loop.time())))
 
     # The loop's clock, not tenacity's own: in a simulation the two differ.
     retrying = tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception_type((Ambiguous, WentBack)),
+        retry=tenacity.retry_if_exception(_worth_repeating),
         wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S),
         stop=lambda state: loop.time() + state.upcoming_sleep >= deadline,
         sleep=asyncio.sleep,
@@ -89,3 +94,7 @@ async def repeat_read(read: Callable[[float], Awaitable[T]], timeout_s: float) -
     )
     await asyncio.sleep(_FIRST_PAUSE_S)
     return await retrying(again)
+
+
+def _worth_repeating(error: BaseException) -> bool:
+    return isinstance(error, Ambiguous | WentBack) and not isinstance(error, OtherCluster)

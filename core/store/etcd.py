@@ -92,7 +92,7 @@ class EtcdStore:
         store = cls(Endpoints(endpoints, tls), timeout_s, timing)
         try:
             await store._channel.open()
-            await store._range(_RangeRequest(key=b"\0", count_only=True), f"connect to etcd at {', '.join(endpoints)}")
+            await store._first_look()
         except BaseException:
             await store.close()
             raise
@@ -237,6 +237,16 @@ class EtcdStore:
         except Compacted:
             return None
         return int(answer.count)
+
+    async def _first_look(self) -> None:
+        """Learn which cluster and revision it is."""
+        try:
+            await self._range(_RangeRequest(key=b"\0", count_only=True), "connect to etcd")
+        except Unauthenticated:
+            raise
+        except Definite:
+            # Who may read a few keys only, such as an agent, is told nothing here; the cluster is then known from the first answer.
+            return
 
     async def _pages(self, first: bytes, end: bytes, limit: int, revision: int, keys_only: bool) -> RangeResult:
         kvs: list[KeyValue] = []
