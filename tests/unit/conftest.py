@@ -1,0 +1,180 @@
+"""Histories for tests: a scribe that writes frames by folding them, and random legal histories made with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gangline.core.model import events as ev
+from gangline.core.model.codec import encode_event, encode_frame
+from gangline.core.model.documents import Gpu, Registration
+from gangline.core.model.fold import IllegalTransition, apply, seal
+from gangline.core.model.spec import Gang, JobSpec, Resources
+from gangline.core.model.state import Job, State
+
+
+class Scribe:
+    """Writes a log as a leader does: each event is folded before it is part of a frame. Nothing in it is random or read from a clock."""
+
+    def __init__(self, state: State | None = None, *, epoch: int = 1) -> None:
+        self.state = State() if state is None else state
+        self.epoch = max(epoch, self.state.epoch)
+        self.at_ms = self.state.at_ms
+        self.frames: list[bytes] = []
+        self.nonces: list[bytes] = []
+
+    def write(self, *events: ev.LogEvent) -> bytes:
+        """Fold the events as one frame and return its bytes."""
+        from gangline.core.model.codec import digest
+
+        index = self.state.index + 1
+        self.at_ms += 1_000
+        for event in events:
+            apply(self.state, event, index, self.epoch, self.at_ms)
+        nonce = f"nonce-{self.epoch:04d}-{index:08d}".encode()
+        data = encode_frame(index, self.epoch, self.at_ms, self.state.digest, nonce, [encode_event(e) for e in events])
+        seal(self.state, index, digest(data))
+        self.frames.append(data)
+        self.nonces.append(nonce)
+        return data
+
+    def elected(self, epoch: int, name: str = "s1") -> bytes:
+        self.epoch = epoch
+        return self.write(ev.LeaderElected(scheduler=name))
+
+    def joined(self, *nodes: str, gpus: int = 4) -> bytes:
+        return self.write(*(ev.NodeJoined(registration=registration(n, gpus)) for n in nodes))
+
+    def submitted(self, *jobs: str, ranks: int = 1, gpus: int = 1) -> bytes:
+        return self.write(*(ev.JobSubmitted(job=j, spec=spec(ranks, gpus)) for j in jobs))
+
+
+def registration(node: str, gpus: int = 4) -> Registration:
+    devices = tuple(Gpu(index=i, uuid=f"GPU-{node}-{i}", model="H100", memory_mib=81_559) for i in range(gpus))
+    return Registration(
+        node=node, identity=f"identity-{node}", boot_id=f"boot-{node}", address=f"{node}.example.org", agent_url="",
+        gpus=devices, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=30.0,
+    )  # fmt: skip
+
+
+def spec(ranks: int = 1, gpus: int = 1, name: str = "") -> JobSpec:
+    return JobSpec(command=("python", "train.py"), name=name, gang=Gang(ranks=ranks, min_ranks=ranks), resources=Resources(gpus=gpus))
+
+
+def placement(state: State, job: Job, rng: random.Random) -> ev.GangPlaced | None:
+    """Return a placement that fits, one rank after the other on nodes in random order; None when there is none."""
+    nodes = [n for n in state.nodes.values() if n.status == "up"]
+    rng.shuffle(nodes)
+    parts, rank = [], 0
+    for node in nodes:
+        free = list(node.free_gpus)
+        ranks = []
+        while rank < job.spec.gang.ranks and len(free) >= job.spec.resources.gpus:
+            take, free = free[: job.spec.resources.gpus], free[job.spec.resources.gpus :]
+            ranks.append(ev.PlacedRank(rank, tuple(take)))
+            rank += 1
+        if ranks:
+            parts.append(ev.PlacedPart(node.id, tuple(ranks)))
+    if rank < job.spec.gang.ranks:
+        return None
+    return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=tuple(parts), reason="fits")
+
+
+def proposals(state: State, rng: random.Random, number: int) -> Iterator[ev.LogEvent]:
+    """Yield events that could come next in this state; some of them are illegal in it."""
+    if rng.random() < 0.1:
+        yield ev.NodeJoined(registration=registration(f"n{rng.randrange(6)}", rng.choice([2, 4, 8])))
+    if rng.random() < 0.3:
+        yield ev.JobSubmitted(job=f"j{number}", spec=spec(rng.randint(1, 6), rng.randint(0, 2)), idempotency_key=f"k{number % 50}")
+    nodes = list(state.nodes)
+    if nodes and rng.random() < 0.1:
+        node = rng.choice(nodes)
+        action = rng.choice(["cordon", "uncordon", "drain", "undrain", "confirm_dead"])
+        yield rng.choice([ev.NodeLost(node=node, cause="lease", message="gone"), ev.NodeAdministered(node=node, action=action)])
+    if rng.random() < 0.02:
+        yield ev.BrakeSet(on=not state.brake.on, message="mass loss")
+    jobs = [j for j in state.jobs.values() if j.state != "finished"]
+    for job in rng.sample(jobs, min(3, len(jobs))):
+        yield from _proposals_for(state, job, rng)
+    for node_id, node in state.nodes.items():
+        for job_id, holding in node.holdings.items():
+            if holding.leaving_since and rng.random() < 0.5:
+                yield ev.PartReleased(job=job_id, node=node_id)
+
+
+def _proposals_for(state: State, job: Job, rng: random.Random) -> Iterator[ev.LogEvent]:
+    j, g = job.id, job.generation
+    if job.state in ("queued", "restarting"):
+        placed = placement(state, job, rng)
+        yield placed or ev.GangsDeferred(jobs=(j,), code="gpus", message="too few devices", need={"gpus": 4}, have={"gpus": 0})
+        return
+    for node, part in job.parts.items():
+        waiting = tuple(r for r, x in part.ranks.items() if not x.started)
+        running = tuple(r for r, x in part.ranks.items() if x.started and not x.exited)
+        if not part.prepared and job.state in ("placed", "preparing") and len(job.parts) > 1:
+            yield ev.NodePrepared(job=j, generation=g, node=node, address=node, port=29_500)
+            if rng.random() < 0.1:
+                yield ev.PrepareFailed(job=j, generation=g, node=node, message="no device")
+        if waiting and (job.released or len(job.parts) == 1):
+            yield ev.RanksStarted(job=j, generation=g, node=node, ranks=waiting)
+        if running and rng.random() < 0.3:
+            exits = tuple(ev.RankExit(r, part.ranks[r].generation, rng.choice([0, 1, -9])) for r in running)
+            yield ev.RanksExited(job=j, node=node, exits=exits)
+        if job.state == "preempting":
+            yield ev.StopAcknowledged(job=j, generation=g, node=node)
+    exited = tuple(r for p in job.parts.values() for r, x in p.ranks.items() if x.exited)
+    failure = {"job": j, "generation": g, "cause": "rank_failed", "failure_class": rng.choice(["application", "infrastructure"]), "message": "m"}
+    choice = rng.randrange(12)
+    if choice == 0:
+        yield ev.GangReleased(job=j, generation=g, master_addr="n0", master_port=29_500)
+    elif choice == 1:
+        yield ev.GangRestarting(**failure)
+    elif choice == 2 and exited:
+        yield ev.RankRestarting(ranks=exited, **failure)
+    elif choice == 3:
+        yield ev.GangPreempting(job=j, generation=g, cause="preempted", message="m", deadline_ms=state.at_ms + 30_000, grace_s=30.0)
+    elif choice == 4:
+        yield ev.GangRequeued(avoid=(("n1", state.at_ms + 60_000),), forgive=rng.random() < 0.5, **failure)
+    elif choice == 5:
+        yield ev.GangFinished(job=j, outcome=rng.choice(["succeeded", "failed", "cancelled"]), cause="completed", message="m")
+    elif choice == 6:
+        yield ev.ProgressReported(job=j, generation=g, step=rng.randrange(1000))
+    elif choice == 7:
+        yield ev.CheckpointReported(job=j, generation=g, step=rng.randrange(1000), path="/ckpt")
+    elif choice == 8:
+        yield ev.JobStopRequested(job=j, by="ada", reason="enough")
+    else:
+        yield ev.GangReleased(job=j, generation=g, master_addr="n0", master_port=29_500)
+
+
+def write_history(seed: int, frames: int) -> Scribe:
+    """Return a scribe with a random legal log of that many frames; the same for the same seed."""
+    rng = random.Random(seed)
+    scribe = Scribe()
+    scribe.elected(1)
+    number = 0
+    while len(scribe.frames) < frames:
+        if rng.random() < 0.03:
+            scribe.elected(scribe.epoch + rng.randint(1, 5), rng.choice(["s1", "s2", "s3"]))
+            continue
+        number += 1
+        for event in list(proposals(scribe.state, rng, number)):
+            try:
+                scribe.write(event)
+            except IllegalTransition:
+                continue
+    return scribe
+
+
+@pytest.fixture(scope="session")
+def scribe() -> Callable[..., Scribe]:
+    """Factory of scribes: `scribe(epoch=1)`."""
+    return Scribe
+
+
+@pytest.fixture(scope="session")
+def history() -> Callable[[int, int], Scribe]:
+    """Factory of random legal histories: `history(seed, frames)`."""
+    return write_history
