@@ -1,0 +1,121 @@
+"""Every code that a message can carry, explained: `gangline explain CODE`. Stable: a code keeps its meaning for ever."""
+
+from __future__ import annotations
+
+#: code → (title, what it means, what to do)
+CODES: dict[str, tuple[str, str, str]] = {
+    # -------------------------------------------------------- job files
+    "GL-1001": (
+        "the job file cannot be read",
+        "It is empty, not UTF-8, or not YAML (JSON where JSON is expected). The place in the message is where the reader gave up.",
+        "Look at the line before the place too: an open quote or bracket, or an indent, is often there.",
+    ),
+    "GL-1002": (
+        "too large",
+        "A job file has at most 256 KiB, so that every job fits into one log entry.",
+        "Put long scripts and data into files.",
+    ),
+    "GL-1003": (
+        "aliases, anchors and tags are refused",
+        "They let a small file become an enormous one, or name types of a programming language. A job file needs neither.",
+        "Write the value out in each place.",
+    ),
+    "GL-1004": ("nested too deep", "No job has so many levels.", "Check brackets and indents."),
+    "GL-1005": (
+        "the same key twice",
+        "Readers of YAML and JSON disagree on which of the two counts, so none is taken.",
+        "Delete one of them.",
+    ),
+    "GL-1006": ("not a job", "A job is a mapping of fields; this is a list, a text or a number.", "Begin with `command: [python, train.py]`."),
+    "GL-1101": (
+        "no such field",
+        "The field is unknown. It is refused rather than passed over, because a job that silently ignores a limit is worse than none.",
+        "Use the name that the message offers; docs/jobfile.md lists all of them.",
+    ),
+    "GL-1102": (
+        "a value of another type",
+        "A number where a text belongs, or the other way round, or a word that YAML readers take for different things (no, 0x10, 12:30:45).",
+        "Put texts into quotes; write numbers in plain digits; write true or false.",
+    ),
+    "GL-1103": ("something is missing", "A job needs a command, and the command a program.", "Add `command: [python, train.py]`."),
+    "GL-1104": ("out of bounds", "The value is below or above what the message says is possible.", "Choose one within the bounds."),
+    "GL-1105": ("malformed", "A name, duration, size or path is not written as the message says.", "Take the spelling that the message offers."),
+    "GL-1106": ("not one of the words", "The field takes one of a few words.", "Take one of those in the message."),
+    "GL-1107": (
+        "a variable that a job may not set",
+        "RANK, WORLD_SIZE, MASTER_ADDR, CUDA_VISIBLE_DEVICES and their like are set for each rank; PATH, LD_PRELOAD and LD_AUDIT change which "
+        "code is run.",
+        "Leave it out, or set it in the command: [env, NAME=value, program].",
+    ),
+    "GL-1108": (
+        "fields that contradict each other",
+        "Each is right by itself, but not both together.",
+        "Change one of them as the message says.",
+    ),
+    "GL-1109": (
+        "not in this version",
+        "The field is planned and not there yet. It may be null or empty.",
+        "Leave it out; the message names another way.",
+    ),
+    "GL-1110": ("too many or too long", "A list, a mapping or a text is longer than its limit.", "Put it into a file that the command reads."),
+    "GL-1111": ("characters that cannot be", "NUL, half a surrogate pair, or control characters in a path.", "Remove them."),
+    # -------------------------------------------------------- the command
+    "GL-2000": ("internal error", "A fault in gangline itself.", "Run the command with --debug and report what it prints."),
+    "GL-2001": (
+        "no scheduler answers",
+        "None of the addresses accepts connections, or none answers in time. Running jobs do not need schedulers and go on.",
+        "Check GANGLINE_URL and the schedulers; `gangline up` starts a local cluster.",
+    ),
+    "GL-2002": (
+        "no scheduler is named",
+        "Neither --url nor GANGLINE_URL nor the state directory of a local cluster says where the schedulers are.",
+        "export GANGLINE_URL=http://scheduler-1:7070,http://scheduler-2:7070, or `gangline up`.",
+    ),
+    "GL-2010": ("no such field in the result", "--fields names a field that the result does not have.", "Take those of `-o json`."),
+    "GL-2011": ("a file cannot be read", "The job file is missing or not readable.", "Check its name and rights."),
+    # -------------------------------------------------------- what schedulers refuse
+    "bad_input": ("the request has problems", "The list below the message has all of them.", "Each has its own code."),
+    "no_such_job": ("no such job", "No job has this id, the beginning of an id, or this name.", "`gangline ps -a` lists those that there are."),
+    "no_such_node": ("no such node", "No node of this name has ever joined.", "`gangline nodes` lists them."),
+    "ambiguous": ("several jobs begin like this", "The beginning of an id fits more than one job.", "Give more of it."),
+    "name_in_use": ("the name is in use", "A job of this name has not ended yet.", "Stop it, wait for it, or take another name."),
+    "idempotency_key_reused": (
+        "the key belongs to another request",
+        "A job was submitted with this key and another content; the key makes one job only.",
+        "Take a fresh key for a different job.",
+    ),
+    "unauthorized": (
+        "who are you?",
+        "The scheduler wants a token, and got none or a wrong one.",
+        "Set GANGLINE_TOKEN_FILE to a file with the token.",
+    ),
+    "wrong_host": (
+        "wrong name of the scheduler",
+        "The scheduler does not answer for the host in the address.",
+        "Start it with --allowed-host NAME.",
+    ),
+    "node_is_up": ("the node is up", "Only a lost node can be called dead.", "Stop its agent or cut its power first."),
+    # -------------------------------------------------------- why a job waits
+    "no_nodes": (
+        "no node takes new ranks",
+        "All nodes are lost, cordoned, draining, or avoided by this job after a failure on them.",
+        "`gangline nodes` shows why; `gangline uncordon NODE` opens one.",
+    ),
+    "no_such_model": (
+        "no node has this GPU model",
+        "No node that takes new ranks has a GPU of an acceptable model.",
+        "`gangline nodes` lists the models; add one to resources.gpu_model, or leave it out.",
+    ),
+    "not_enough_gpus": (
+        "too few GPUs are free",
+        "The whole gang starts together, and fewer GPUs are free than it needs.",
+        "Wait, ask for fewer ranks, or set gang.min_ranks below ranks.",
+    ),
+    "not_enough_cpus": ("too few CPUs are free", "The gang needs more CPUs than are free.", "Ask for fewer by resources.cpus."),
+    "not_enough_memory": ("too little memory is free", "The gang needs more memory than is free.", "Ask for less by resources.memory."),
+    "fragmented": (
+        "enough is free, but spread",
+        "In all there is enough, but no set of nodes has room for whole ranks (or for ranks_per_node of them) as the free part is spread.",
+        "Leave out or lower gang.ranks_per_node, or wait until a node becomes empty.",
+    ),
+}

@@ -1,0 +1,208 @@
+"""ps, show, story: what is and what was."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from gangline.core.client import exits
+from gangline.core.client.options import client_of, job_argument, output_options, user_of
+from gangline.core.client.output import Column, Output, cell, clean, table
+from gangline.core.client.watch import fate, label, reason, resolve
+from gangline.core.model.units import format_duration
+
+Row = Mapping[str, Any]
+
+
+def ago(at_ms: int | None) -> str:
+    """Return how long ago a time of the log was, roughly."""
+    if not at_ms:
+        return "-"
+    seconds = max(0, round(time.time_ns() / 1e9 - at_ms / 1000))
+    return rough(seconds)
+
+
+def rough(seconds: int) -> str:
+    """Return a duration by its largest unit or two: 45s, 12m, 3h20m, 2d4h."""
+    if seconds < 600:
+        return format_duration(seconds)
+    step = 60 if seconds < 86_400 else 3600
+    return format_duration(seconds // step * step)
+
+
+def clock(at_ms: int | None) -> str:
+    """Return a time of the log in the local zone, "-" for none."""
+    if not at_ms:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ms / 1000))
+
+
+def _state(row: Row) -> str:
+    return cell(row.get("outcome") or row["state"]) if row["state"] == "finished" else cell(row["state"])
+
+
+def _since(row: Row) -> str:
+    return ago(row.get("ended_at_ms") or row.get("started_at_ms") or row.get("submitted_at_ms"))
+
+
+PS: tuple[Column, ...] = (
+    ("ID", lambda r: cell(r["id"])),
+    ("NAME", lambda r: cell(r.get("name"))),
+    ("STATE", _state),
+    ("RANKS", lambda r: cell(r.get("ranks"))),
+    ("GPUS", lambda r: cell(r.get("gpus"))),
+    ("NODES", lambda r: cell(r.get("nodes"))),
+    ("SINCE", _since),
+    ("REASON", lambda r: cell(r.get("reason"))),
+)
+PS_WIDE: tuple[Column, ...] = (
+    ("QUEUE", lambda r: cell(r.get("queue"))),
+    ("USER", lambda r: cell(r.get("user"))),
+    ("PRIORITY", lambda r: cell(r.get("priority"))),
+    ("GENERATION", lambda r: cell(r.get("generation"))),
+    ("SUBMITTED", lambda r: clock(r.get("submitted_at_ms"))),
+)
+
+
+@click.command()
+@click.option("-a", "--all", "everything", is_flag=True, help="Jobs that have ended too.")
+@click.option("--mine", is_flag=True, help="Jobs of mine only.")
+@click.option("--state", default=None, metavar="STATE", help="Jobs in this state: queued, placed, preparing, running, restarting, ...")
+@click.option("--queue", default=None, help="Jobs of this queue.")
+@click.option("--user", default=None, help="Jobs of this user.")
+@click.option("--name", default=None, help="Jobs of this name.")
+@click.option("--limit", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Most rows to print.")
+@output_options
+@click.pass_context
+def ps(
+    ctx: click.Context,
+    everything: bool,
+    mine: bool,
+    state: str | None,
+    queue: str | None,
+    user: str | None,
+    name: str | None,
+    limit: int,
+    out: Output,
+) -> None:
+    """List jobs, newest first; without -a those that have not ended."""
+    wanted = state or (None if everything or name else "active")
+    rows, more = client_of(ctx).jobs(limit, state=wanted, queue=queue, user=user_of(ctx) if mine else user, name=name)
+    out.rows(rows, PS, PS_WIDE, "jobs")
+    if out.for_people and not rows:
+        hint = "" if everything else "; `gangline ps -a` lists those that have ended"
+        click.echo(f"no such jobs{hint}", err=True)
+    if more:
+        click.echo(f"gangline: there are more than {limit}; --limit N prints more", err=True)
+
+
+@click.command()
+@job_argument()
+@output_options
+@click.pass_context
+def show(ctx: click.Context, job: str, out: Output) -> None:
+    """Show everything about JOB: an id, the beginning of one, a name, or @last."""
+    client = client_of(ctx)
+    found: dict[str, Any] = client.job(resolve(client, job, user_of(ctx))).body
+    if out.one(found):
+        return
+    for word, value in _facts(found):
+        click.echo(f"{word:<12} {value}")
+    if found.get("placement"):
+        click.echo("")
+        table(_PLACEMENT, found["placement"], out.header)
+    click.echo("\nspec")
+    import yaml
+
+    for line in yaml.safe_dump(found.get("spec"), sort_keys=False, allow_unicode=True, width=120).splitlines():
+        click.echo(f"  {line}")
+
+
+def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what is worth saying about a job, first what happens to it and why."""
+    facts = [("job", label(job)), ("state", fate(job).partition(" ")[2] if job["state"] == "finished" else cell(job["state"]))]
+    if job["state"] == "queued" and reason(job):
+        deferred = job.get("deferred") or {}
+        facts.append(("waits", f"{reason(job)} [{cell(deferred.get('code'))}]"))
+    facts += [
+        ("gang", f"{job.get('ranks')} ranks, {job.get('gpus')} GPUs, generation {job.get('generation')}, {job.get('restarts', 0)} restarts"),
+        ("queue", f"{cell(job.get('queue'))}, priority {cell(job.get('priority'))}, user {cell(job.get('user'))}"),
+        ("submitted", clock(job.get("submitted_at_ms"))),
+        ("started", clock(job.get("started_at_ms"))),
+        ("ended", clock(job.get("ended_at_ms"))),
+    ]
+    last = job.get("last_restart")
+    if last:
+        facts.append(("last restart", f"{cell(last.get('cause'))}: {cell(last.get('message'))}"))
+    step, checkpoint = job.get("step"), job.get("checkpoint") or {}
+    if step is not None and step >= 0:
+        facts.append(("progress", f"step {step}, checkpoint at {checkpoint.get('step', '-')} {cell(checkpoint.get('path'))}"))
+    if job.get("master"):
+        facts.append(("rendezvous", cell(job["master"])))
+    return [(word, value) for word, value in facts if value != "-"]
+
+
+def _ranks(part: Row) -> str:
+    ranks = [rank["rank"] for rank in part.get("ranks", ())]
+    return runs(ranks)
+
+
+def _part_states(part: Row) -> str:
+    states: dict[str, int] = {}
+    for rank in part.get("ranks", ()):
+        states[str(rank.get("state"))] = states.get(str(rank.get("state")), 0) + 1
+    return ", ".join(state if len(states) == 1 else f"{count} {state}" for state, count in states.items())
+
+
+_PLACEMENT: tuple[Column, ...] = (
+    ("NODE", lambda p: cell(p["node"])),
+    ("RANKS", _ranks),
+    ("STATE", _part_states),
+    ("GPUS", lambda p: runs([gpu for rank in p.get("ranks", ()) for gpu in rank.get("gpus", ())])),
+)
+
+
+def runs(numbers: list[int]) -> str:
+    """Return numbers with their runs folded: 0-7,9."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "-"
+
+
+@click.command()
+@job_argument()
+@output_options
+@click.pass_context
+def story(ctx: click.Context, job: str, out: Output) -> None:
+    """Tell everything that the log says about JOB, in order."""
+    client = client_of(ctx)
+    body = client.get(f"/v1/jobs/{_segment(client, ctx, job)}/story").body
+    out.rows(body["entries"], STORY, STORY_WIDE, "entries", "index")
+    if not body["entries"]:
+        raise exits.Exit(exits.NOT_FOUND)
+
+
+def _segment(client: Any, ctx: click.Context, job: str) -> str:
+    from gangline.core.client.api import segment
+
+    return segment(resolve(client, job, user_of(ctx)))
+
+
+STORY: tuple[Column, ...] = (
+    ("INDEX", lambda e: cell(e["index"])),
+    ("TIME", lambda e: clock(e["at_ms"])),
+    ("EVENT", lambda e: cell(e["event"])),
+    ("MESSAGE", lambda e: cell(e.get("message"))),
+)
+STORY_WIDE: tuple[Column, ...] = (
+    ("EPOCH", lambda e: cell(e.get("epoch"))),
+    ("BODY", lambda e: clean(json.dumps(e.get("body"), ensure_ascii=False))),
+)

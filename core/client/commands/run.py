@@ -1,0 +1,149 @@
+"""run: a job from options, followed to its end."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from gangline.core.client import exits
+from gangline.core.client.api import new_key
+from gangline.core.client.commands.submit import announce, follow_to_end, send
+from gangline.core.client.options import client_of, output_options, timeout_option
+from gangline.core.client.output import Output, clean, colours
+from gangline.core.model.jobfile import parse_json_spec, to_json
+from gangline.core.model.problems import BadJob, Problem
+
+#: option → (place in the job file, what kind of value it takes, help)
+FIELDS: dict[str, tuple[str, str, str]] = {
+    "name": ("/name", "text", "Name of the job."),
+    "queue": ("/queue", "text", "Queue."),
+    "priority": ("/priority", "int", "Priority; below 100 the job is preemptible unless said otherwise."),
+    "ranks": ("/gang/ranks", "int", "Ranks of the gang."),
+    "min-ranks": ("/gang/min_ranks", "int", "Fewest ranks that are worth starting."),
+    "ranks-per-node": ("/gang/ranks_per_node", "int", "Ranks on each node."),
+    "gpus": ("/resources/gpus", "int", "GPUs of each rank."),
+    "gpu-model": ("/resources/gpu_model", "list", "Acceptable GPU model; may be given again, in order of preference."),
+    "cpus": ("/resources/cpus", "number", "CPUs of each rank."),
+    "memory": ("/resources/memory", "text", "Memory of each rank, e.g. 64GiB."),
+    "time-limit": ("/time_limit", "duration", "Running time after which the job is stopped, e.g. 24h."),
+    "workdir": ("/workdir", "text", "Working directory."),
+    "checkpoint-path": ("/checkpoint/path", "text", "Where the job keeps its checkpoints."),
+    "checkpoint-interval": ("/checkpoint/interval", "duration", "How often it writes one."),
+    "on-rank-failure": ("/restart/on_rank_failure", "text", "gang, rank or never."),
+    "on-node-failure": ("/restart/on_node_failure", "text", "reschedule or fail."),
+    "max-restarts": ("/restart/max_restarts", "int", "Failures of the application that are restarted within the window."),
+    "restart-window": ("/restart/window", "duration", "The window."),
+    "backoff-initial": ("/restart/backoff/initial", "duration", "Delay before the second restart in a row."),
+    "backoff-max": ("/restart/backoff/max", "duration", "Longest delay before a restart."),
+    "hang-timeout": ("/restart/hang_timeout", "duration", "Time without reported progress that counts as a failure."),
+    "fail-exit-code": ("/restart/exit_codes/fail", "ints", "Exit code that ends the job at once; may be given again."),
+    "fail-signal": ("/restart/signals/fail", "list", "Signal that ends the job at once; may be given again."),
+    "preemption-signal": ("/preemption/signal", "text", "Signal that asks ranks to stop."),
+    "grace": ("/preemption/grace", "duration", "Time they are given."),
+    "on-disconnect": ("/on_disconnect", "text", "stop or keep."),
+}
+
+
+def _options(command: Any) -> Any:
+    for name, (_, kind, text) in reversed(FIELDS.items()):
+        command = click.option(f"--{name}", default=None, multiple=kind in ("list", "ints"), metavar="VALUE", help=text)(command)
+    return command
+
+
+@click.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})
+@_options
+@click.option("--preemptible/--not-preemptible", default=None, help="Whether the job may be asked to make room.")
+@click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Variable for the ranks; without a value it is taken from here.")
+@click.option("-d", "--detach", is_flag=True, help="Submit and return at once.")
+@click.option("--propagate", is_flag=True, help="Exit with the job's own exit code when it failed.")
+@click.option("--dry-run", is_flag=True, help="Print the job file that these options mean; send nothing.")
+@click.option("--idempotency-key", default="", metavar="KEY", help="Running twice with one key makes one job.")
+@timeout_option
+@output_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND [ARG]...")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    command: tuple[str, ...],
+    preemptible: bool | None,
+    env: tuple[str, ...],
+    detach: bool,
+    propagate: bool,
+    dry_run: bool,
+    idempotency_key: str,
+    timeout: float,
+    out: Output,
+    **given: Any,
+) -> int:
+    """Run COMMAND as a gang, print what its ranks print, and end as it ends. Ctrl-C detaches; the job goes on."""
+    words = _words(given, command, preemptible, env)
+    try:
+        spec = parse_json_spec(words)
+    except BadJob as bad:
+        raise _as_options(bad) from None
+    if dry_run:
+        if not out.one(to_json(spec), "name"):
+            Output("yaml").one(to_json(spec))
+        return exits.DONE
+    client = client_of(ctx)
+    accepted, _ = send(client, [spec], idempotency_key or new_key())
+    if detach:
+        announce(client, accepted, out)
+        return exits.DONE
+    if not out.quiet:
+        click.echo(f"gangline: {accepted[0]['job']} submitted", err=True)
+    return follow_to_end(client, accepted[0]["job"], timeout_s=timeout, propagate=propagate, colour=colours(sys.stdout))
+
+
+def _words(given: dict[str, Any], command: tuple[str, ...], preemptible: bool | None, env: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options as a job file would have them."""
+    job: dict[str, Any] = {"command": list(command), "preemptible": preemptible, "env": dict(_variable(item) for item in env)}
+    for name, (pointer, kind, _) in FIELDS.items():
+        value = given[name.replace("-", "_")]
+        if value is None or value == ():
+            continue
+        at = job
+        *parents, last = pointer[1:].split("/")
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = [_typed(item, kind) for item in value] if isinstance(value, tuple) else _typed(value, kind)
+    return job
+
+
+def _typed(text: str, kind: str) -> Any:
+    """Return an option's text as the type that the field takes, or as it is, to be refused with the field's own words."""
+    if kind in ("int", "ints", "duration") and text.lstrip("-").isdecimal() and len(text) <= 18:
+        return int(text)
+    if kind == "number":
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _variable(item: str) -> tuple[str, str]:
+    import os
+
+    name, found, value = item.partition("=")
+    if found:
+        return name, value
+    if name not in os.environ:
+        raise click.UsageError(f"--env {clean(name)}: there is no such variable here; write --env {clean(name)}=VALUE.")
+    return name, os.environ[name]
+
+
+def _as_options(bad: BadJob) -> BadJob:
+    """Return the problems with the options that they come from in the place of fields."""
+    options = {pointer: f"--{name}" for name, (pointer, _, _) in FIELDS.items()}
+
+    def renamed(problem: Problem) -> Problem:
+        name = options.get(problem.pointer) or options.get(problem.pointer.rpartition("/")[0])
+        if name is None and problem.pointer.startswith("/env/"):
+            name = f"--env {problem.pointer.removeprefix('/env/')}"
+        return Problem(name or problem.pointer, problem.message, problem.code, problem.nearest)
+
+    return BadJob([renamed(problem) for problem in bad.problems])
