@@ -1,0 +1,169 @@
+"""`python -m gangline.nodeagent`: options, signals, exit status. `gangline agent` is the same."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pwd
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from gangline.core.model.units import parse_size
+from gangline.core.store.endpoints import TlsFiles
+from gangline.core.store.etcd import EtcdStore
+from gangline.core.store.node import NameTaken
+from gangline.core.telemetry import Log, setup, structured_logging
+from gangline.nodeagent import rankfile
+from gangline.nodeagent.connection import ConnectingNode
+from gangline.nodeagent.devices import discover
+from gangline.nodeagent.environment import base_environment
+from gangline.nodeagent.fence import Fence
+from gangline.nodeagent.gangs import Node
+from gangline.nodeagent.loop import Agent, Settings, default_node_name, state_dir_of
+from gangline.nodeagent.statedir import StateDir, StateError
+
+_NAME = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
+
+EXIT_USAGE, EXIT_NAME_TAKEN, EXIT_STATE = 2, 3, 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an agent until SIGTERM or SIGINT. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    log = structured_logging(options.log_level, libraries=True)
+    try:
+        asyncio.run(_run(options, log))
+    except NameTaken as e:
+        log.error("name_taken", node=options.node, message=str(e))
+        return EXIT_NAME_TAKEN
+    except (StateError, OSError) as e:
+        log.error("cannot_start", node=options.node, message=str(e))
+        return EXIT_STATE
+    except ValueError as e:
+        log.error("bad_option", message=str(e))
+        return EXIT_USAGE
+    return 0
+
+
+async def _run(options: argparse.Namespace, log: Log) -> None:
+    state = StateDir(options.state_dir or state_dir_of(options.node))
+    state.lock()
+    boot_id = rankfile.boot_id()
+    node = Node(options.node, options.address, boot_id, await discover(options.gpus, state.identity()), _base_environment())
+    store = ConnectingNode(lambda: EtcdStore.connect(options.etcd, tls=_tls(options)), options.cluster, options.node)
+    telemetry = setup("gangline-agent", cluster=options.cluster, node=options.node)
+    for warning in telemetry.warnings:
+        log.warning("telemetry", message=warning)
+    agent = Agent(_settings(options), node, state, Fence(state.root, boot_id=boot_id), store, telemetry, log)
+    loop = asyncio.get_running_loop()
+    for s in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(s, agent.stop)
+    try:
+        await agent.run()
+    finally:
+        await store.close()
+        telemetry.shutdown()
+        state.unlock()
+    log.info("agent_stopped", node=options.node, message="its ranks were stopped" if options.stop_ranks else "its ranks go on running")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gangline agent", description="Run this node's part of the cluster.")
+    add = parser.add_argument
+    add("--cluster", default="default", help="name of the cluster (default: %(default)s)")
+    add("--etcd", type=_endpoints, default=["127.0.0.1:2379"], metavar="HOST:PORT,...", help="members of etcd (default: 127.0.0.1:2379)")
+    add("--etcd-ca", type=Path, help="certificate authority of etcd; switches TLS on")
+    add("--etcd-cert", type=Path, help="our certificate for etcd")
+    add("--etcd-key", type=Path, help="the key of our certificate")
+    add("--node", type=_node_name, default=default_node_name(), help="name of this node (default: %(default)s)")
+    add("--address", default="127.0.0.1", help="where other nodes reach ranks on this one (default: %(default)s)")
+    add("--gpus", default="auto", help="auto (ask NVML), none, or sim:MODELxN such as sim:h100x8 (default: %(default)s)")
+    add("--cpus", type=float, default=os.cpu_count() or 1, help="cores that ranks may be given (default: %(default)s)")
+    add("--memory", type=_memory, default=_memory_mib(), help="memory that ranks may be given, such as 64GiB (default: this machine's)")
+    add("--labels", action="append", type=_label, default=[], metavar="KEY=VALUE", help="a label of this node; may be repeated")
+    add("--state-dir", type=Path, help="where this agent keeps its state and logs (default: /var/lib/gangline/NODE)")
+    add("--lease-ttl", type=_ttl, default=8.0, metavar="SECONDS", help="time after which a silent node is lost (default: %(default)s)")
+    add("--listen", type=_listen, default=("127.0.0.1", 0), metavar="HOST:PORT", help="where logs and metrics are served (default: 127.0.0.1:0)")
+    add("--stop-ranks", action="store_true", help="at the end, stop the ranks of this node; without it they go on for the next agent")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    host, port = options.listen
+    return Settings(
+        node=options.node, address=options.address, labels=dict(options.labels), cpus_milli=int(options.cpus * 1000),
+        memory_mib=options.memory, lease_ttl_s=options.lease_ttl, listen_host=host, listen_port=port, stop_ranks=options.stop_ranks,
+        version=_version(),
+    )  # fmt: skip
+
+
+def _tls(options: argparse.Namespace) -> TlsFiles | None:
+    if options.etcd_ca is None:
+        if options.etcd_cert or options.etcd_key:
+            raise ValueError("--etcd-cert and --etcd-key need --etcd-ca")
+        return None
+    return TlsFiles(options.etcd_ca, options.etcd_cert, options.etcd_key)
+
+
+def _base_environment() -> dict[str, str]:
+    user = pwd.getpwuid(os.getuid())
+    return base_environment(os.environ, user.pw_name, user.pw_dir, user.pw_shell or "/bin/sh")
+
+
+def _endpoints(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _node_name(text: str) -> str:
+    if not _NAME.match(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 63 of a-z, 0-9, '.' and '-', with a letter or digit at both ends")
+    return text
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key or len(text) > 256:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not KEY=VALUE")
+    return key, value
+
+
+def _ttl(text: str) -> float:
+    seconds = float(text)
+    if not 2.0 <= seconds <= 3600.0:
+        raise argparse.ArgumentTypeError(f"{text} s: a lease lives 2 to 3600 s")
+    return seconds
+
+
+def _listen(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _memory(text: str) -> int:
+    mib = parse_size(text)
+    if not mib:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MiB or 64GiB")
+    return mib
+
+
+def _memory_mib() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gangline")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The process that forks supervisors: a bare interpreter with few imports, so that a fork is cheap. Run by `launcher.py`.
+
+Reads requests from the socket on standard input (4 bytes of length with at most one file descriptor beside them, then JSON) and ends
+when the agent does. What it has started lives on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import signal
+import socket
+
+from gangline.nodeagent import kernel, rankfile, supervisor
+
+
+def main(state_dir: str) -> None:
+    """Serve until the agent's end of the socket closes."""
+    os.chdir(state_dir)
+    requests = socket.socket(fileno=0)
+    os.set_inheritable(requests.fileno(), False)
+    devnull = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    fence = _map_fence()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors that end are not waited for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    kernel.set_name("gl-forkserver")
+    # No collection: it would touch every page that is shared with the supervisors, and there is nothing to collect.
+    gc.disable()
+    gc.freeze()
+    while (request := _receive(requests)) is not None:
+        _fork(request, fence, devnull, requests)
+    os._exit(0)
+
+
+def _map_fence() -> mmap.mmap:
+    fd = os.open(rankfile.FENCE, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, 8, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _receive(requests: socket.socket) -> supervisor.Request | None:
+    head, fds, _, _ = socket.recv_fds(requests, 4, 1)
+    body = head[4:]
+    if len(head) < 4:
+        return None
+    size = int.from_bytes(head[:4], "big")
+    while len(body) < size:
+        more = requests.recv(size - len(body))
+        if not more:
+            return None
+        body += more
+    request: supervisor.Request = json.loads(body)
+    request["port_fd"] = fds[0] if fds else -1
+    return request
+
+
+def _fork(request: supervisor.Request, fence: mmap.mmap, devnull: int, requests: socket.socket) -> None:
+    port_fd = request["port_fd"]
+    assert isinstance(port_fd, int)
+    try:
+        pid = os.fork()
+    except OSError as e:
+        _report(request, e)
+        pid = -1
+    if pid == 0:
+        # The reserved rendezvous port stays open in the supervisor for as long as the rank lives.
+        requests.close()
+        supervisor.supervise(request, fence, devnull)
+    if port_fd >= 0:
+        os.close(port_fd)
+
+
+def _report(request: supervisor.Request, error: OSError) -> None:
+    """Write the status of a rank whose supervisor could not be forked."""
+    status: rankfile.Status = {k: request[k] for k in ("job", "generation", "rank", "gpus", "boot_id")}
+    status.update(
+        supervisor=0, supervisor_start=0, state="exited", pid=0, pid_start=0, exit_code=127, cause="start_failed",
+        message=f"cannot fork: {error.strerror}", started_at_ms=0, exited_at_ms=supervisor.now_ms(), dropped_bytes=0,
+    )  # fmt: skip
+    rankfile.claim(f"{request['folder']}/{rankfile.status_name(supervisor.rank_of(request))}", status)
+    rankfile.hint(f"{request['job']} {request['generation']} {request['rank']}\n")

@@ -1,0 +1,427 @@
+"""The gangs of this node: carries out the actions of `reconcile`, and keeps the local state that it looks at.
+
+Every action changes the local state before it returns, so that the next `reconcile` does not ask for it again; what takes time goes on in
+a task and reports back by changing the local state once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from gangline.core.model.documents import DesiredGang, DesiredRank
+from gangline.core.model.spec import JobSpec
+from gangline.core.store.api import StoreError
+from gangline.core.telemetry import Log
+from gangline.nodeagent import jobevents
+from gangline.nodeagent.adoption import RankStatus, local_rank, stored_statuses
+from gangline.nodeagent.devices import Inventory
+from gangline.nodeagent.environment import Here, rank_environment
+from gangline.nodeagent.jobsocket import JobSocket, RankRef
+from gangline.nodeagent.launcher import Launch, Launcher
+from gangline.nodeagent.local import Local, LocalGang, LocalRank
+from gangline.nodeagent.ports import Ports
+from gangline.nodeagent.ranks import Ranks
+from gangline.nodeagent.reconcile import Action, FailPrepare, Forget, Notify, Prepare, Refuse, Start, Stop
+from gangline.nodeagent.statedir import GangRecord, StateDir, is_safe
+
+#: a rank that is stopped after its notice has had its time to save already
+GRACE_AFTER_NOTICE_S = 5.0
+_STORE_RETRY_S = 0.5
+
+LOG_PART_BYTES = 16 << 20
+LOG_PARTS = 4
+
+
+class Node(msgspec.Struct, frozen=True):
+    """Facts about the node that its gangs need."""
+
+    name: str
+    address: str
+    boot_id: str
+    inventory: Inventory
+    base_environment: dict[str, str]
+
+
+class Gangs:
+    """All gangs that have something to do with this node. One event loop; nothing here waits except in tasks."""
+
+    def __init__(
+        self, node: Node, state: StateDir, *,
+        job_spec: Callable[[str], Awaitable[JobSpec | None]], changed: Callable[[], None], log: Log,
+    ) -> None:  # fmt: skip
+        """`changed` is called whenever the local state has changed."""
+        self._node = node
+        self._state = state
+        self._job_spec = job_spec
+        self._changed = changed
+        self._log = log
+        self._ports = Ports()
+        self._gpus = {gpu.index: gpu.healthy for gpu in node.inventory.gpus}
+        self._gangs: dict[str, LocalGang] = {}
+        self._records: dict[str, GangRecord] = {}
+        self._retired: dict[str, int] = {}
+        self._refused: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.ranks = Ranks(state, Launcher(state.root), node.boot_id, self._on_status, log)
+        self.socket = JobSocket(state.job_socket, self._on_message)
+        #: totals for the metrics
+        self.started_total = 0
+        self.ended_total: dict[str, int] = {}
+        self.refused_total = 0
+
+    @property
+    def local(self) -> Local:
+        """The local state now."""
+        return Local(self._gpus, dict(self._gangs), dict(self._retired))
+
+    async def open(self) -> None:
+        """Adopt what an earlier agent left, then open the doors for ranks and supervisors."""
+        self._adopt()
+        self.ranks.open()
+        await self.socket.start()
+
+    async def close(self) -> None:
+        """Let go of everything; ranks live on."""
+        for task in self._tasks:
+            task.cancel()
+        self.ranks.close()
+        self._ports.close()
+        await self.socket.close()
+
+    def pruned(self, job: str) -> None:
+        """The last traces of a forgotten gang are gone."""
+        self._retired.pop(job, None)
+
+    def act(self, action: Action) -> None:
+        """Carry out one action."""
+        match action:
+            case Stop():
+                self._stop(action)
+            case Notify(gang):
+                self._notify(gang)
+            case Prepare(gang, continued):
+                self._prepare(gang, continued)
+            case FailPrepare(gang, message):
+                self._begin(gang)
+                self._fail_prepare(gang, message)
+            case Start(gang, ranks):
+                self._start(gang, ranks)
+            case Forget(job):
+                self._forget(job)
+            case Refuse(job, message):
+                self._refuse(job, message)
+
+    # ---------------------------------------------------------------- ending
+
+    def _refuse(self, job: str, message: str) -> None:
+        if self._refused.get(job) != message:
+            self._refused[job] = message
+            self.refused_total += 1
+            self._log.error("refused", gang=job, message=message)
+
+    def _stop(self, action: Stop) -> None:
+        gang = self._gangs[action.job]
+        grace_s, signum = self._how_to_stop(gang) if action.gently else (0.0, signal.SIGKILL)
+        for rank, generation in action.ranks:
+            ref = RankRef(gang.job, generation, rank)
+            self.ranks.command(ref, f"stop {grace_s} {int(signum)} {action.cause} {action.message}")
+            self._change_rank(ref, state="stopping")
+        ranks = [rank for rank, _ in action.ranks]
+        self._log.info("stop", gang=gang.job, generation=gang.generation, ranks=ranks, cause=action.cause, message=action.message)
+
+    def _how_to_stop(self, gang: LocalGang) -> tuple[float, signal.Signals]:
+        record = self._records.get(gang.job)
+        spec = record.spec if record is not None else None
+        if spec is None:
+            return GRACE_AFTER_NOTICE_S, signal.SIGTERM
+        if gang.notice is not None:
+            return min(GRACE_AFTER_NOTICE_S, spec.preemption.grace_s), signal.SIGTERM
+        return spec.preemption.grace_s, signal_of(spec)
+
+    def _notify(self, gang: DesiredGang) -> None:
+        assert gang.notice is not None
+        have = self._gangs[gang.job]
+        spec = self._records[gang.job].spec if gang.job in self._records else None
+        for generation in sorted({r.generation for r in have.live}):
+            self._tell(gang.job, generation, jobevents.stop_event(gang, generation, gang.notice, now_ms()))
+        for r in have.live:
+            signum = signal_of(spec) if spec is not None else signal.SIGTERM
+            self.ranks.command(RankRef(gang.job, r.generation, r.rank), f"signal {int(signum)}")
+        self._change(gang.job, notice=gang.notice, notified_at=time.monotonic(), acknowledged=())
+        self._save(gang.job)
+        self._log.info("notify", gang=gang.job, generation=gang.generation, cause=gang.notice.cause, message=gang.notice.message)
+
+    def _forget(self, job: str) -> None:
+        gang = self._gangs.pop(job)
+        for r in gang.ranks:
+            self._dismiss(job, r)
+        self._ports.release(job)
+        self._refused.pop(job, None)
+        self._records.pop(job, None)
+        self._retired[job] = gang.generation
+        if is_safe(job):
+            self._state.remove_runs(job)
+            self._write(GangRecord(job, gang.generation, phase="retired"))
+        self._log.info("forget", gang=job, generation=gang.generation)
+        self._changed()
+
+    # ---------------------------------------------------------------- preparing
+
+    def _prepare(self, gang: DesiredGang, continued: bool) -> None:
+        self._begin(gang)
+        self._change(gang.job, phase="preparing")
+        task = asyncio.get_running_loop().create_task(self._prepare_later(gang, continued))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin(self, gang: DesiredGang) -> None:
+        """Turn to a generation: what has ended in older ones is history."""
+        have = self._gangs.get(gang.job) or LocalGang(gang.job, gang.generation)
+        keep = tuple(r for r in have.ranks if r.live or r.key in {(w.rank, w.generation) for w in gang.ranks})
+        for r in have.ranks:
+            if r not in keep:
+                self._dismiss(gang.job, r)
+        old = {r.generation for r in have.ranks} - {r.generation for r in keep} - {gang.generation}
+        if is_safe(gang.job):
+            self._state.remove_runs(gang.job, sorted(old))
+        self._gangs[gang.job] = msgspec.structs.replace(
+            have, generation=gang.generation, phase="new", message="", ranks=keep, notice=None, notified_at=0.0, acknowledged=()
+        )
+        self._records.setdefault(gang.job, GangRecord(gang.job, gang.generation))
+        self._changed()
+
+    async def _prepare_later(self, gang: DesiredGang, continued: bool) -> None:
+        try:
+            spec = await self._spec(gang)
+            if spec is None:
+                return
+            self._state.make_folders(gang.job, gang.generation)
+            port = self._gangs[gang.job].port if continued else self._reserve(gang)
+        except (OSError, LookupError) as e:
+            if self._is_preparing(gang):
+                self._fail_prepare(gang, f"cannot prepare: {e}")
+            return
+        record = self._records[gang.job]
+        self._records[gang.job] = msgspec.structs.replace(record, spec=spec, tokens=_tokens(gang, record))
+        address = self._node.address if port else ""
+        self._change(gang.job, phase="prepared", port=port, address=address, hang_timeout_s=spec.restart.hang_timeout_s)
+        self._save(gang.job)
+        self._log.info("prepared", gang=gang.job, generation=gang.generation, port=port)
+
+    def _fail_prepare(self, gang: DesiredGang, message: str) -> None:
+        self._change(gang.job, phase="prepare_failed", message=message)
+        self._save(gang.job)
+        self._log.error("prepare_failed", gang=gang.job, generation=gang.generation, message=message)
+
+    async def _spec(self, gang: DesiredGang) -> JobSpec | None:
+        """Return the job's spec; None when the gang has meanwhile changed. Raises LookupError when there is none."""
+        if not is_safe(gang.job):
+            raise LookupError(f"job id {gang.job!r} cannot be part of a path")
+        known = self._records[gang.job].spec
+        while known is None and self._is_preparing(gang):
+            try:
+                known = await self._job_spec(gang.job)
+            except StoreError:
+                await asyncio.sleep(_STORE_RETRY_S)
+                continue
+            if known is None:
+                raise LookupError(f"the spec of job {gang.job} is not in the store")
+        return known if self._is_preparing(gang) else None
+
+    def _is_preparing(self, gang: DesiredGang) -> bool:
+        have = self._gangs.get(gang.job)
+        return have is not None and have.generation == gang.generation and have.phase == "preparing"
+
+    def _reserve(self, gang: DesiredGang) -> int:
+        """Return a rendezvous port when rank 0's place is here, else 0."""
+        self._ports.release(gang.job)
+        return self._ports.reserve(gang.job) if gang.nodes <= 1 or any(r.rank == 0 for r in gang.ranks) else 0
+
+    # ---------------------------------------------------------------- starting
+
+    def _start(self, gang: DesiredGang, ranks: tuple[DesiredRank, ...]) -> None:
+        job, now = gang.job, time.monotonic()
+        record = self._records[job]
+        launches = []
+        for generation in sorted({r.generation for r in ranks}):
+            self._state.make_folders(job, generation)
+            self._tell(job, generation, jobevents.start_event(gang, now_ms()))
+        for r in ranks:
+            self.socket.admit(record.tokens[_token_key(r)], RankRef(job, r.generation, r.rank))
+            launches.append((self._launch_of(gang, r, record), self._ports.fd(job) if r.rank == 0 else -1))
+        new = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=now) for r in ranks)
+        self._change(job, ranks=(*self._gangs[job].ranks, *new))
+        self.started_total += len(ranks)
+        self.ranks.start(launches)
+        self._log.info("start", gang=job, generation=gang.generation, ranks=[r.rank for r in ranks])
+
+    def _launch_of(self, gang: DesiredGang, r: DesiredRank, record: GangRecord) -> Launch:
+        spec, job, generation = record.spec, gang.job, r.generation
+        assert spec is not None
+        here = Here(
+            node=self._node.name, base=self._node.base_environment, gpus={g.index: g for g in self._node.inventory.gpus},
+            simulated=self._node.inventory.kind == "simulated", socket=str(self._state.job_socket), port=self._gangs[job].port,
+            events=str(self._state.events(job, generation)), token=record.tokens[_token_key(r)],
+        )  # fmt: skip
+        return Launch(
+            job=job, generation=generation, rank=r.rank, gpus=r.gpus, boot_id=self._node.boot_id, folder=f"runs/{job}/{generation}",
+            command=spec.command, env=rank_environment(gang, r, spec, here),
+            workdir=spec.workdir or str(self._state.root / "work" / job / f"rank-{r.rank}"), make_workdir=not spec.workdir,
+            log=f"logs/{job}/{generation}/rank-{r.rank}.log", log_part_bytes=LOG_PART_BYTES, log_parts=LOG_PARTS,
+            fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, locks=tuple(f"locks/gpu-{g}" for g in r.gpus),
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- what ranks and supervisors say
+
+    def _on_status(self, ref: RankRef, status: RankStatus) -> None:
+        have = self._rank(ref)
+        if have is None:
+            have = self._take_in(status)
+        if not have.live:
+            return
+        stopping = have.state == "stopping" and status.state != "exited"
+        self._change_rank(
+            ref, state="stopping" if stopping else status.state, pid=status.pid, exit_code=status.exit_code, cause=status.cause,
+            message=status.message, started_at_ms=status.started_at_ms, exited_at_ms=status.exited_at_ms,
+        )  # fmt: skip
+        if status.state == "exited":
+            self._ended(ref, status)
+
+    def _take_in(self, status: RankStatus) -> LocalRank:
+        """Take in a rank that nobody here has started, the last breath of an earlier agent; `reconcile` stops it unless it is wanted."""
+        rank = local_rank(status, time.monotonic())
+        gang = self._gangs.get(status.job) or LocalGang(status.job, status.generation)
+        self._gangs[status.job] = msgspec.structs.replace(gang, ranks=(*gang.ranks, rank))
+        self._log.warning("stray_rank", gang=status.job, generation=status.generation, rank=status.rank)
+        return rank
+
+    def _ended(self, ref: RankRef, status: RankStatus) -> None:
+        cause = status.cause or ("completed" if status.exit_code == 0 else "failed")
+        self.ended_total[cause] = self.ended_total.get(cause, 0) + 1
+        rank = self._rank(ref)
+        assert rank is not None
+        self._dismiss(ref.job, rank)
+        self._log.info(
+            "exit", gang=ref.job, generation=ref.generation, rank=ref.rank, code=status.exit_code, cause=status.cause, message=status.message
+        )
+
+    def _on_message(self, ref: RankRef, message: dict[str, object]) -> None:
+        """Take in what a rank reports through the socket; its token has told which rank it is."""
+        rank = self._rank(ref)
+        if rank is None or not rank.live:
+            return
+        gang = self._gangs[ref.job]
+        step, path = message.get("step"), message.get("path")
+        if message["type"] == "ack":
+            self._change(ref.job, acknowledged=tuple(sorted({*gang.acknowledged, ref.rank})))
+        elif isinstance(step, int):
+            self._change_rank(ref, progress_at=time.monotonic())
+            self._change(ref.job, step=max(step, gang.step))
+            if message["type"] == "checkpoint" and step >= gang.checkpoint_step:
+                self._change(ref.job, checkpoint_step=step, checkpoint_path=path if isinstance(path, str) else "")
+                self._save(ref.job)
+
+    # ---------------------------------------------------------------- from one agent to the next
+
+    def _adopt(self) -> None:
+        """Take over the records that an earlier agent left, then the ranks by their status files."""
+        for record in self._state.records():
+            if record.phase == "retired":
+                self._retired[record.job] = record.generation
+            else:
+                self._adopt_record(record)
+        now = time.monotonic()
+        for found in stored_statuses(self._state.root / "runs"):
+            ref = RankRef(found.job, found.generation, found.rank)
+            status = self.ranks.adopt(ref, found)
+            gang = self._gangs.get(ref.job) or LocalGang(ref.job, ref.generation)
+            self._gangs[ref.job] = msgspec.structs.replace(gang, ranks=(*gang.ranks, local_rank(status, now)))
+            token = self._records[ref.job].tokens.get(f"{ref.rank}/{ref.generation}") if ref.job in self._records else None
+            if token is not None and status.state != "exited":
+                self.socket.admit(token, ref)
+            self._log.info("adopt", gang=ref.job, generation=ref.generation, rank=ref.rank, state=status.state, cause=status.cause)
+
+    def _adopt_record(self, record: GangRecord) -> None:
+        phase = record.phase if record.phase in ("prepared", "prepare_failed") else "new"
+        here_before = record.boot_id == self._node.boot_id
+        self._records[record.job] = record
+        gang = LocalGang(record.job, record.generation)
+        self._gangs[record.job] = msgspec.structs.replace(
+            gang, phase=phase, message=record.message, address=record.address, port=record.port,
+            hang_timeout_s=record.spec.restart.hang_timeout_s if record.spec else 0.0,
+            notice=record.notice if here_before else None, notified_at=record.notified_at if here_before else 0.0,
+            step=record.step, checkpoint_step=record.checkpoint_step, checkpoint_path=record.checkpoint_path,
+        )  # fmt: skip
+        if record.port:
+            self._ports.adopt(record.job, record.port)
+
+    def _save(self, job: str) -> None:
+        """Write down what the next agent must know."""
+        gang, record = self._gangs[job], self._records.get(job)
+        if not is_safe(job) or record is None:
+            return
+        self._records[job] = msgspec.structs.replace(
+            record, generation=gang.generation, phase=gang.phase, message=gang.message, address=gang.address, port=gang.port,
+            notice=gang.notice, notified_at=gang.notified_at, boot_id=self._node.boot_id,
+            step=gang.step, checkpoint_step=gang.checkpoint_step, checkpoint_path=gang.checkpoint_path,
+        )  # fmt: skip
+        self._write(self._records[job])
+
+    def _write(self, record: GangRecord) -> None:
+        try:
+            self._state.save_record(record)
+        except OSError as e:
+            self._log.error("record_not_written", gang=record.job, message="an agent restart would not know this gang", error=e)
+
+    # ---------------------------------------------------------------- small things
+
+    def _rank(self, ref: RankRef) -> LocalRank | None:
+        gang = self._gangs.get(ref.job)
+        return next((r for r in gang.ranks if r.key == (ref.rank, ref.generation)), None) if gang is not None else None
+
+    def _change(self, job: str, **fields: Any) -> None:
+        self._gangs[job] = msgspec.structs.replace(self._gangs[job], **fields)
+        self._changed()
+
+    def _change_rank(self, ref: RankRef, **fields: Any) -> None:
+        key = (ref.rank, ref.generation)
+        ranks = tuple(msgspec.structs.replace(r, **fields) if r.key == key else r for r in self._gangs[ref.job].ranks)
+        self._change(ref.job, ranks=ranks)
+
+    def _dismiss(self, job: str, rank: LocalRank) -> None:
+        token = self._records[job].tokens.get(f"{rank.rank}/{rank.generation}") if job in self._records else None
+        if token is not None:
+            self.socket.dismiss(token)
+
+    def _tell(self, job: str, generation: int, event: dict[str, object]) -> None:
+        jobevents.append_event(self._state.events(job, generation), event)
+        self.socket.publish(job, generation, event)
+
+
+def signal_of(spec: JobSpec) -> signal.Signals:
+    """Return the signal that asks the job's ranks to stop; SIGTERM for a name that this system does not have."""
+    try:
+        return signal.Signals[spec.preemption.signal]
+    except KeyError:
+        return signal.SIGTERM
+
+
+def now_ms() -> int:
+    """Return wall-clock milliseconds, for people only."""
+    return time.time_ns() // 1_000_000
+
+
+def _token_key(r: DesiredRank) -> str:
+    return f"{r.rank}/{r.generation}"
+
+
+def _tokens(gang: DesiredGang, record: GangRecord) -> dict[str, str]:
+    """Return a secret for each rank; those of running ranks stay."""
+    return {key: record.tokens.get(key) or secrets.token_hex(16) for key in map(_token_key, gang.ranks)}

@@ -1,0 +1,47 @@
+"""What ranks are told: one JSON object for each event, the same in the file GANGLINE_EVENTS and on the socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import msgspec
+
+from gangline.core.model.documents import DesiredGang, StopNotice
+
+#: causes of a stop notice that are events of their own; every other one is a preemption
+_EVENT_OF_CAUSE = {"drain": "drain", "resize": "resize", "migration": "migration"}
+
+
+def start_event(gang: DesiredGang, at_ms: int) -> dict[str, object]:
+    """Return the first event of a generation: "start", or "restart" with everything that is known of the reason."""
+    head = _head("restart" if gang.restart else "start", gang.job, gang.generation, at_ms)
+    fields = _fields(gang.restart) if gang.restart else {}
+    return head | {"world_size": gang.world_size} | fields
+
+
+def stop_event(gang: DesiredGang, generation: int, notice: StopNotice, at_ms: int) -> dict[str, object]:
+    """Return the event of a stop notice for the ranks of one generation."""
+    return _head(_EVENT_OF_CAUSE.get(notice.cause, "preemption"), gang.job, generation, at_ms) | _fields(notice)
+
+
+def append_event(path: Path, event: dict[str, object]) -> None:
+    """Append to an events file. No space is no reason not to start or stop a rank."""
+    line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+
+def _head(name: str, job: str, generation: int, at_ms: int) -> dict[str, object]:
+    return {"event": name, "job": job, "generation": generation, "at_ms": at_ms}
+
+
+def _fields(struct: msgspec.Struct) -> dict[str, object]:
+    # Every field, defaults too: who reads the line should not have to know them.
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}

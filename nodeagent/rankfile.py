@@ -1,0 +1,94 @@
+"""The files by which agent and supervisors know of each other, and how a process is recognised. Small imports: bare interpreters read it.
+
+    runs/<job>/<generation>/rank-<r>.status   written by the supervisor, atomically; the truth about the rank
+    runs/<job>/<generation>/rank-<r>.ctl      appended to by the agent: one command a line, read by the supervisor on SIGUSR1
+    notify                                    a FIFO: supervisors hint there that a status file has changed; a lost hint loses nothing
+
+A FIFO and not a datagram socket, because the kernel queues ten datagrams by default and a gang ends with more ranks than that at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+NOTIFY = "notify"
+FENCE = "fence"
+
+#: fields of a status file, see `RankStatus` in adoption.py
+Status = dict[str, object]
+
+
+def status_name(rank: int) -> str:
+    """Name of the status file of a rank inside the folder of its generation."""
+    return f"rank-{rank}.status"
+
+
+def control_name(rank: int) -> str:
+    """Name of the command file of a rank inside the folder of its generation."""
+    return f"rank-{rank}.ctl"
+
+
+def process_start(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot: with its pid the name of the process for ever.
+
+    0 when there is no such process, or it is a zombie.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            data = f.read()
+    except OSError:
+        return 0
+    # The second field is the command in parentheses and may contain anything, spaces and parentheses too.
+    fields = data[data.rindex(b")") + 2 :].split()
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def boot_id() -> str:
+    """Return the id of this boot of the host."""
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return f.read().strip()
+
+
+def claim(path: str, status: Status) -> bool:
+    """Write the first version of a status file; False when there is one already, for then somebody else has started this rank."""
+    temporary = f"{path}.{os.getpid()}"
+    _write(temporary, status)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(temporary)
+    return True
+
+
+def replace(path: str, status: Status) -> None:
+    """Write a new version of a status file: readers see the old one or the new one, whole."""
+    temporary = f"{path}.{os.getpid()}"
+    _write(temporary, status)
+    os.replace(temporary, path)
+
+
+def _write(path: str, status: Status) -> None:
+    # Not synced: after a power cut the boot id says that the rank is gone, whatever the file says.
+    data = json.dumps(status, separators=(",", ":")).encode()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+
+
+def hint(line: str) -> None:
+    """Tell the agent, if there is one, that a status file has changed. The working directory is the state directory."""
+    try:
+        fd = os.open(NOTIFY, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.write(fd, line.encode())
+    except OSError:
+        pass
+    finally:
+        os.close(fd)

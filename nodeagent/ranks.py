@@ -1,0 +1,179 @@
+"""The processes of this node's ranks: starts them, sends commands to their supervisors, and reads what supervisors write.
+
+What it learns goes to `on_status`, once for each change of a status file. The file is the truth; a hint in the FIFO says where to look, the
+end of a supervisor's pidfd says so too, and while a start is awaited a timer looks besides, because hints may be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gangline.core.telemetry import Log
+from gangline.nodeagent import adoption, rankfile
+from gangline.nodeagent.adoption import RankStatus, Supervised
+from gangline.nodeagent.jobsocket import RankRef
+from gangline.nodeagent.launcher import Launch, Launcher
+from gangline.nodeagent.statedir import StateDir, is_safe
+
+_RESCAN_S = 0.25
+_HINTS_BYTES = 1 << 16
+
+
+class Ranks:
+    """Processes of ranks by their reference. Lives on one event loop."""
+
+    def __init__(self, state: StateDir, launcher: Launcher, boot_id: str, on_status: Callable[[RankRef, RankStatus], None], log: Log) -> None:
+        """`on_status` must not raise."""
+        self._state = state
+        self._launcher = launcher
+        self._boot_id = boot_id
+        self._on_status = on_status
+        self._log = log
+        self._supervised: dict[RankRef, Supervised] = {}
+        #: handed to the fork server, no status file seen yet
+        self._pending: dict[RankRef, tuple[Launch, int, float]] = {}
+        #: commands that wait for a supervisor to be kicked
+        self._unread: set[RankRef] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rescan: asyncio.TimerHandle | None = None
+        #: called with the seconds from the request to start until the command executes
+        self.on_start_seconds: Callable[[float], None] = lambda seconds: None
+        self._notify_fd = -1
+
+    def open(self) -> None:
+        """Listen to supervisors and start the fork server. What was adopted before is looked at from now on."""
+        self._notify_fd = self._state.open_notify()
+        asyncio.get_running_loop().add_reader(self._notify_fd, self._on_hints)
+        self._launcher.start()
+
+    def close(self) -> None:
+        """Let go of everything. Ranks and supervisors live on."""
+        loop = asyncio.get_running_loop()
+        for task in self._tasks:
+            task.cancel()
+        if self._rescan is not None:
+            self._rescan.cancel()
+        for ref in list(self._supervised):
+            self._let_go(ref)
+        if self._notify_fd >= 0:
+            loop.remove_reader(self._notify_fd)
+            os.close(self._notify_fd)
+        self._launcher.close()
+
+    def start(self, launches: Sequence[tuple[Launch, int]]) -> None:
+        """Start ranks, each with the descriptor of its reserved port or -1. They report through `on_status`."""
+        now = time.monotonic()
+        for launch, fd in launches:
+            self._pending[RankRef(launch.job, launch.generation, launch.rank)] = (launch, fd, now)
+        self._spawn(launches)
+
+    def command(self, ref: RankRef, line: str) -> None:
+        """Have the supervisor do something: at once, or as soon as there is one."""
+        path = self._status_path(ref).with_name(rankfile.control_name(ref.rank))
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, line.replace("\n", " ").encode() + b"\n")
+            finally:
+                os.close(fd)
+        if ref in self._supervised:
+            self._supervised[ref].kick()
+        else:
+            self._unread.add(ref)
+
+    def adopt(self, ref: RankRef, status: RankStatus) -> RankStatus:
+        """Take over a rank of an earlier agent, and return what is true of it now."""
+        if status.state == "exited":
+            return status
+        if self._hold(ref, status):
+            # It may have written its end between our reading the file and holding on to it.
+            return adoption.read_status(self._status_path(ref)) or status
+        return self._bury(ref, status)
+
+    def look(self, ref: RankRef) -> None:
+        """Read a status file and pass it on."""
+        status = adoption.read_status(self._status_path(ref))
+        if status is None:
+            return
+        if ref in self._pending and status.state != "starting":
+            self.on_start_seconds(time.monotonic() - self._pending.pop(ref)[2])
+        if status.state == "exited":
+            self._let_go(ref)
+        elif ref not in self._supervised and not self._hold(ref, status):
+            status = self._bury(ref, status)
+        self._on_status(ref, status)
+
+    def _hold(self, ref: RankRef, status: RankStatus) -> bool:
+        supervised = adoption.hold(status, self._boot_id)
+        if supervised is None:
+            return False
+        self._supervised[ref] = supervised
+        asyncio.get_running_loop().add_reader(supervised.pidfd, self._supervisor_ended, ref)
+        if ref in self._unread:
+            self._unread.discard(ref)
+            supervised.kick()
+        return True
+
+    def _let_go(self, ref: RankRef) -> None:
+        self._unread.discard(ref)
+        supervised = self._supervised.pop(ref, None)
+        if supervised is not None:
+            asyncio.get_running_loop().remove_reader(supervised.pidfd)
+            supervised.close()
+
+    def _supervisor_ended(self, ref: RankRef) -> None:
+        self._let_go(ref)
+        self.look(ref)
+
+    def _bury(self, ref: RankRef, status: RankStatus) -> RankStatus:
+        """Return the end of a rank whose supervisor is gone: the one that it wrote last, else one that says so."""
+        newest = adoption.read_status(self._status_path(ref)) or status
+        if newest.state != "exited":
+            newest = adoption.orphaned(newest, self._boot_id)
+            adoption.save_status(self._status_path(ref), newest)
+        return newest
+
+    def _on_hints(self) -> None:
+        """Look where supervisors have pointed, in lines of "job generation rank"."""
+        try:
+            data = os.read(self._notify_fd, _HINTS_BYTES)
+        except BlockingIOError:
+            return
+        for line in dict.fromkeys(data.decode("utf-8", "replace").splitlines()):
+            job, _, numbers = line.partition(" ")
+            generation, _, rank = numbers.partition(" ")
+            if is_safe(job) and generation.isdecimal() and rank.isdecimal():
+                self.look(RankRef(job, int(generation), int(rank)))
+
+    def _spawn(self, launches: Sequence[tuple[Launch, int]]) -> None:
+        task = asyncio.get_running_loop().create_task(self._launch(launches))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _launch(self, launches: Sequence[tuple[Launch, int]]) -> None:
+        try:
+            await self._launcher.launch(launches)
+        except OSError as e:
+            self._log.error("launcher_failed", message="the fork server is gone, it is started again", error=e)
+        if self._rescan is None and self._pending:
+            self._rescan = asyncio.get_running_loop().call_later(_RESCAN_S, self._look_for_pending)
+
+    def _look_for_pending(self) -> None:
+        """Look at starts whose hint did not come, and repeat requests that died with a fork server: nothing starts twice."""
+        self._rescan = None
+        for ref in list(self._pending):
+            self.look(ref)
+        if not self._pending:
+            return
+        if self._launcher.running:
+            self._rescan = asyncio.get_running_loop().call_later(_RESCAN_S, self._look_for_pending)
+        else:
+            self._spawn([(launch, fd) for launch, fd, _ in self._pending.values()])
+
+    def _status_path(self, ref: RankRef) -> Path:
+        return self._state.run_folder(ref.job, ref.generation) / rankfile.status_name(ref.rank)

@@ -1,0 +1,481 @@
+"""The process that stands beside one rank, outlives the agent, and ends when nothing of the rank is left. Small imports: a bare
+interpreter runs it, and there is one for each rank.
+
+It holds the exit status, drains the output into the log, obeys the agent's commands (rank-<r>.ctl, kicked by SIGUSR1), and is the **dead
+man's switch**: when the time in the file `fence` has passed by the boottime clock, it kills the rank, whether or not anybody else on the
+host is still able to. It does not poll for that: a kernel timer fires at the moment, and at wake-up after a suspend.
+
+As a subreaper it inherits every descendant that lost its parent, so "no children left" means that the whole tree is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import struct
+import time
+from typing import NoReturn
+
+from gangline.nodeagent import kernel, rankfile
+from gangline.nodeagent.ranklog import RankLog
+
+#: what the agent sends for each rank, see `launcher.Launch`
+Request = dict[str, object]
+
+#: SIGKILL to descendants that ignore SIGTERM after the rank's own process has ended
+STRAY_GRACE_S = 2.0
+#: how often a tree that does not want to die is looked at again
+_KILL_AGAIN_S = 0.05
+_READ_BYTES = 1 << 18
+_DRAIN_BYTES_MAX = 1 << 21
+_NEVER = float("inf")
+
+
+class StartError(Exception):
+    """The rank could not be started; the message is for people."""
+
+
+def supervise(request: Request, fence: mmap.mmap | None, devnull: int) -> NoReturn:
+    """Run in a freshly forked process: start the rank, see it to its end, exit."""
+    code = 1
+    try:
+        _Supervisor(request, fence, devnull).run()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def now_ms() -> int:
+    """Return wall-clock milliseconds, for people only."""
+    return time.time_ns() // 1_000_000
+
+
+class _Supervisor:
+    def __init__(self, request: Request, fence: mmap.mmap | None, devnull: int) -> None:
+        self.request = request
+        self.rank = _int(request["rank"])
+        self.folder = str(request["folder"])
+        self.status_path = f"{self.folder}/{rankfile.status_name(self.rank)}"
+        self.fence = fence if request["fenced"] else None
+        self.devnull = devnull
+        self.pid = 0
+        #: the rank's own process has ended; nothing of the rank is left
+        self.ended = False
+        self.gone = False
+        self.asked_to_stop = False
+        #: signals that came before the command ran; they would be lost on the forked copy of this process
+        self.early_signals: list[int] = []
+        self.kill_at = _NEVER
+        self.control_offset = 0
+        self.status: rankfile.Status = {}
+
+    def run(self) -> None:
+        os.setsid()
+        kernel.set_name(f"gl-rank-{self.rank}")
+        kernel.become_subreaper()
+        kernel.no_new_privileges()
+        self._catch_signals()
+        if not self._claim():
+            return
+        self.oom_kills = _oom_kills()
+        self.log = RankLog(str(self.request["log"]), _int(self.request["log_part_bytes"]), _int(self.request["log_parts"]))
+        try:
+            self._check()
+            self._start()
+            self._loop()
+        except StartError as e:
+            self._start_failed(str(e))
+        self._finish()
+
+    # Starting.
+
+    def _catch_signals(self) -> None:
+        self.wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        for s in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(s, lambda signum, frame: None)
+        for s in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(s, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+    def _claim(self) -> bool:
+        me = os.getpid()
+        self.status = {
+            "job": self.request["job"], "generation": self.request["generation"], "rank": self.rank,
+            "gpus": self.request["gpus"], "boot_id": self.request["boot_id"],
+            "supervisor": me, "supervisor_start": rankfile.process_start(me),
+            "state": "starting", "pid": 0, "pid_start": 0, "exit_code": 0, "cause": "", "message": "",
+            "started_at_ms": 0, "exited_at_ms": 0, "dropped_bytes": 0,
+        }  # fmt: skip
+        return rankfile.claim(self.status_path, self.status)
+
+    def _check(self) -> None:
+        if self._fence_passed():
+            self.status["cause"] = "fenced"
+            raise StartError("the node had lost its lease when the rank was about to start")
+        for path in self.request["locks"]:  # type: ignore[attr-defined]
+            self._lock(str(path))
+
+    def _lock(self, path: str) -> None:
+        """Hold an exclusive device for as long as this process lives: the last guard against two ranks on one."""
+        import fcntl
+
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StartError(f"device {os.path.basename(path)} is still held by another rank") from None
+
+    def _start(self) -> None:
+        out_r, out_w = os.pipe2(os.O_CLOEXEC)
+        self.exec_r, exec_w = os.pipe2(os.O_CLOEXEC)
+        me = os.getpid()
+        try:
+            self.pid = os.fork()
+        except OSError as e:
+            raise StartError(f"cannot fork: {e.strerror}") from None
+        if self.pid == 0:
+            _become_rank(self.request, self.devnull, out_w, exec_w, me)
+        os.close(out_w)
+        os.close(exec_w)
+        os.set_blocking(out_r, False)
+        self.out_r = out_r
+        self.status.update(pid=self.pid, pid_start=rankfile.process_start(self.pid), started_at_ms=now_ms())
+
+    def _start_failed(self, message: str) -> None:
+        self.gone = True
+        self.status["cause"] = self.status["cause"] or "start_failed"
+        self.status["message"] = message
+        self.log.write(f"[gangline: {message}]\n".encode())
+
+    # Living.
+
+    def _loop(self) -> None:
+        self.poll = select.poll()
+        for fd in (self.wake_r, self.exec_r, self.out_r):
+            self.poll.register(fd, select.POLLIN)
+        self._arm_fence()
+        self._obey()
+        while not self.gone:
+            for fd, _ in self.poll.poll(self._timeout_ms()):
+                if fd == self.wake_r:
+                    self._on_signal()
+                elif fd == self.out_r:
+                    self._on_output()
+                elif fd == self.exec_r:
+                    self._on_exec()
+                else:
+                    self._on_fence()
+            if time.monotonic() >= self.kill_at:
+                self._kill()
+
+    def _timeout_ms(self) -> int | None:
+        if self.kill_at == _NEVER:
+            return None
+        return max(0, int((self.kill_at - time.monotonic()) * 1000) + 1)
+
+    def _on_exec(self) -> None:
+        """Learn whether the command runs: the pipe closes when exec succeeds, and brings the reason when it does not."""
+        reason = os.read(self.exec_r, 4096).decode("utf-8", "replace")
+        self.poll.unregister(self.exec_r)
+        os.close(self.exec_r)
+        self.exec_r = -1
+        if reason:
+            self.status.update(cause="start_failed", message=reason)
+            self.log.write(f"[gangline: {reason}]\n".encode())
+            return
+        if self.status["state"] == "starting":
+            self.status["state"] = "running"
+            self._publish()
+        while self.early_signals:
+            self._signal(self.early_signals.pop(0))
+
+    def _on_output(self) -> None:
+        try:
+            data = os.read(self.out_r, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self.log.write(data)
+        else:
+            self.poll.unregister(self.out_r)
+            os.close(self.out_r)
+            self.out_r = -1
+
+    def _on_signal(self) -> None:
+        signals = os.read(self.wake_r, 512)
+        if signal.SIGCHLD in signals:
+            self._reap()
+        if signal.SIGUSR1 in signals:
+            self._obey()
+        if signal.SIGTERM in signals:
+            self._stop(_int(self.request["grace_s"]), signal.SIGTERM, "stopped", "the supervisor was asked to end")
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                # The end is looked at before the zombie is taken away: while it is there, its process group id is nobody else's.
+                child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                self.gone = True
+                return
+            if child is None:
+                return
+            if child.si_pid == self.pid and not self.ended:
+                self._rank_ended(child.si_code, child.si_status)
+            os.waitpid(child.si_pid, os.WNOHANG)
+
+    def _rank_ended(self, how: int, status: int) -> None:
+        self.ended = True
+        self.status["exit_code"] = status if how == os.CLD_EXITED else -status
+        self.status["exited_at_ms"] = now_ms()
+        if self.status["exit_code"] == -signal.SIGKILL and not self.status["cause"] and _oom_kills() > self.oom_kills:
+            self.status.update(cause="oom", message="killed while the kernel was out of memory")
+        if self.exec_r >= 0:
+            self._on_exec()
+        _signal_group(self.pid, signal.SIGTERM)
+        self.kill_at = min(self.kill_at, time.monotonic() + STRAY_GRACE_S)
+
+    # Obeying.
+
+    def _obey(self) -> None:
+        """Carry out the commands that the agent has appended since the last time."""
+        try:
+            with open(f"{self.folder}/{rankfile.control_name(self.rank)}", "rb") as f:
+                f.seek(self.control_offset)
+                data = f.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self.control_offset += len(whole)
+        for line in whole.decode().splitlines():
+            verb, _, rest = line.partition(" ")
+            if verb == "signal":
+                self._signal(int(rest))
+            elif verb == "stop":
+                grace, signum, cause, message = rest.split(" ", 3)
+                self._stop(float(grace), int(signum), cause, message)
+
+    def _stop(self, grace_s: float, signum: int, cause: str, message: str) -> None:
+        """Ask the rank to end, and make it end after `grace_s`. A second stop can only shorten the grace."""
+        self.kill_at = min(self.kill_at, time.monotonic() + max(0.0, grace_s))
+        if self.ended:
+            return
+        if not self.status["cause"]:
+            self.status.update(cause=cause, message=message)
+        if not self.asked_to_stop:
+            self.asked_to_stop = True
+            if grace_s > 0:
+                self._signal(signum)
+            self.status["state"] = "stopping"
+            self._publish()
+
+    def _signal(self, signum: int) -> None:
+        if self.exec_r >= 0:
+            self.early_signals.append(signum)
+        elif not self.ended:
+            _signal_group(self.pid, signum)
+
+    def _kill(self) -> None:
+        """SIGKILL to everything that is left, again and again until it is gone: a fork may have raced us."""
+        if not self.ended:
+            _signal_group(self.pid, signal.SIGKILL)
+        for pid in descendants(os.getpid()):
+            _kill_descendant(pid)
+        self.kill_at = time.monotonic() + _KILL_AGAIN_S
+        self._reap()
+
+    # The dead man's switch.
+
+    def _arm_fence(self) -> None:
+        if self.fence is not None:
+            self.timer = kernel.BootTimer()
+            self.timer.arm(fence_deadline(self.fence))
+            self.poll.register(self.timer.fd, select.POLLIN)
+
+    def _fence_passed(self) -> bool:
+        return self.fence is not None and kernel.boottime() >= fence_deadline(self.fence)
+
+    def _on_fence(self) -> None:
+        if not self._fence_passed():
+            assert self.fence is not None
+            self.timer.arm(fence_deadline(self.fence))  # the lease has been renewed since
+            return
+        self.poll.unregister(self.timer.fd)
+        if not self.ended:
+            # Even when it was being stopped: "fenced" tells the leader that the node was alone when it ended.
+            self.status.update(cause="fenced", message="the node could not renew its lease in time", state="stopping")
+        self._kill()
+        self._publish()
+
+    # Ending.
+
+    def _finish(self) -> None:
+        self._drain()
+        self.log.close()
+        self.status.update(state="exited", dropped_bytes=self.log.dropped_total)
+        self.status["exited_at_ms"] = self.status["exited_at_ms"] or now_ms()
+        while not self._publish():
+            time.sleep(1.0)  # no space: the exit status must not be lost, so this process waits with it
+
+    def _drain(self) -> None:
+        """Read what is left in the pipe. Bounded: somebody outside of the tree may hold its other end."""
+        left = _DRAIN_BYTES_MAX
+        try:
+            while self.pid and self.out_r >= 0 and left > 0:
+                data = os.read(self.out_r, _READ_BYTES)
+                if not data:
+                    return
+                self.log.write(data)
+                left -= len(data)
+        except BlockingIOError:
+            return
+
+    def _publish(self) -> bool:
+        try:
+            rankfile.replace(self.status_path, self.status)
+        except OSError:
+            return False
+        rankfile.hint(f"{self.request['job']} {self.request['generation']} {self.rank}\n")
+        return True
+
+
+def fence_deadline(fence: mmap.mmap) -> float:
+    """Return the boottime second after which the node's ranks must not run any more."""
+    deadline: float = struct.unpack("=d", fence[:8])[0]
+    return deadline
+
+
+def _become_rank(request: Request, devnull: int, out_w: int, exec_w: int, parent: int) -> NoReturn:
+    """Turn the forked process into the rank; tell the reason through `exec_w` when that fails."""
+    step = "start"
+    try:
+        os.setsid()
+        kernel.die_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(127)
+        signal.set_wakeup_fd(-1)
+        # Python ignores SIGPIPE and SIGXFSZ; a program expects their defaults.
+        for s in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(s, signal.SIG_DFL)
+        os.dup2(devnull, 0)
+        os.dup2(out_w, 1)
+        os.dup2(out_w, 2)
+        _volunteer_for_oom_killer()
+        workdir = str(request["workdir"])
+        step = f"working directory {workdir}"
+        if request["make_workdir"]:
+            os.makedirs(workdir, 0o700, exist_ok=True)
+        os.chdir(workdir)
+        command: list[str] = request["command"]  # type: ignore[assignment]
+        env: dict[str, str] = request["env"]  # type: ignore[assignment]
+        step = f"command {command[0]!r}"
+        os.execvpe(command[0], command, env)
+    except BaseException as e:  # noqa: BLE001 - whatever it is, this process must not go on as a second supervisor
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else repr(e)
+        os.write(exec_w, f"{step}: {reason}".encode()[:4096])
+    finally:
+        os._exit(127)
+
+
+def _volunteer_for_oom_killer() -> None:
+    """Make the kernel take ranks before agents when memory runs out. A container may forbid it; then nothing is lost."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"500")
+        os.close(fd)
+    except OSError:
+        pass
+
+
+def _oom_kills() -> int:
+    try:
+        with open("/proc/vmstat", "rb") as f:
+            data = f.read()
+    except OSError:
+        return 0
+    at = data.find(b"oom_kill ")
+    return int(data[at + 9 :].split(None, 1)[0]) if at >= 0 else 0
+
+
+def _signal_group(pgid: int, signum: int) -> None:
+    try:
+        os.killpg(pgid, signum)
+    except OSError:
+        # The rank has not called setsid yet, then it has no children either. It is ours and not reaped, so its pid is nobody else's.
+        try:
+            os.kill(pgid, signum)
+        except OSError:
+            return
+
+
+def parents() -> dict[int, int]:
+    """Return the parent of every process that is no zombie."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            parent = _parent(int(name))
+            if parent:
+                found[int(name)] = parent
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            data = f.read()
+    except OSError:
+        return 0
+    fields = data[data.rindex(b")") + 2 :].split(None, 2)
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[1])
+
+
+def descendants(root: int) -> list[int]:
+    """Return the live processes under `root`, parents first."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents().items():
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _kill_descendant(pid: int) -> None:
+    """SIGKILL a process that was seen under us, through a pidfd: never a stranger that has got its pid since."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        if _is_below(pid, os.getpid()):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def _is_below(pid: int, root: int) -> bool:
+    for _ in range(64):
+        if pid == root:
+            return True
+        pid = _parent(pid)
+        if pid <= 1:
+            return False
+    return False
+
+
+def rank_of(request: Request) -> int:
+    """Return the number of the rank that is to start."""
+    return _int(request["rank"])
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int | float)
+    return int(value)
