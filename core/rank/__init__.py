@@ -123,7 +123,7 @@ def acknowledge() -> None:
 
 
 def should_stop() -> bool:
-    """Return whether this rank has been asked to leave: a preemption or drain notice, or SIGTERM.
+    """Return whether this rank has been asked to leave: by a notice (preemption, drain, ...) or SIGTERM.
 
     The first call, from the main thread, takes SIGTERM over if nothing else handles it: who asks is not killed by the signal.
     Ranks hear of it at different moments; those that must leave at the same step have to agree on it among themselves.
@@ -135,7 +135,7 @@ def should_stop() -> bool:
 
 
 def stop_notice() -> StopNotice | None:
-    """Return the newest preemption or drain notice, None when there is none (SIGTERM alone comes without one)."""
+    """Return the newest notice that this gang must leave, None when there is none (SIGTERM alone comes without one)."""
     return (_link or _connect()).stop
 
 

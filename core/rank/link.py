@@ -220,7 +220,7 @@ class Link:
         key = json.dumps(event, sort_keys=True)
         if key in self._seen:
             return
-        if event["event"] in ("preemption", "drain"):
+        if event["event"] in ("preemption", "drain") or "deadline_ms" in event:
             self.stop = stop_notice(event)
         if len(self._events) < EVENTS_MAX:
             self._seen.add(key)

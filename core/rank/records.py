@@ -61,14 +61,14 @@ class RestartNotice(NamedTuple):
     checkpoint_step: int = -1
     checkpoint_path: str = ""
     restarts: int = 0
-    #: from the failure to the start of this generation
+    #: from the failure to the start of this generation's ranks
     downtime_s: float = 0.0
 
 
 class StopNotice(NamedTuple):
     """The gang must leave: save what is worth saving, acknowledge, exit. It is stopped at the deadline or when all have acknowledged."""
 
-    #: "preemption" or "drain"
+    #: preemption, drain, resize or migration
     event: str
     cause: str
     message: str
@@ -117,12 +117,12 @@ def restart_notice(event: Mapping[str, object]) -> RestartNotice:
         checkpoint_step=int(_real(event, "checkpoint_step", -1)),
         checkpoint_path=_text(event, "checkpoint_path"),
         restarts=int(_real(event, "restarts")),
-        downtime_s=_real(event, "downtime_s"),
+        downtime_s=_real(event, "downtime_s", max(0.0, (_real(event, "at_ms") - _real(event, "failed_at_ms")) / 1000)),
     )
 
 
 def stop_notice(event: Mapping[str, object]) -> StopNotice:
-    """Return the notice in a preemption or drain event."""
+    """Return the notice in an event that has a deadline."""
     return StopNotice(
         event=_text(event, "event"),
         cause=_text(event, "cause"),

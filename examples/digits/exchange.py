@@ -95,21 +95,25 @@ class Ring:
         if self.rank == 0:
             lobby = _listen_retrying(who.master_addr, who.master_port, self.size, deadline)
             listener = _listen(lobby.getsockname()[0])
-            guests = {0: (None, listener.getsockname()[:2])}
+            guests: dict[int, tuple[socket.socket | None, object]] = {0: (None, listener.getsockname()[:2])}
             while len(guests) < self.size:
                 lobby.settimeout(max(0.01, deadline - time.monotonic()))
                 guest, _ = lobby.accept()
                 guest.settimeout(5.0)
-                hello = _read_line(guest)
-                if hello.get("name") == name:
-                    guests[int(hello["rank"])] = (guest, hello["address"])
+                try:
+                    hello = _read_line(guest)
+                except OSError:
+                    hello = {}
+                number = hello.get("rank")
+                if hello.get("name") == name and isinstance(number, int) and 0 < number < self.size:
+                    guests[number] = (guest, hello.get("address"))
                 else:
                     guest.close()  # a rank of another generation, or a stranger
             table = [guests[rank][1] for rank in range(self.size)]
-            for guest, _ in guests.values():
-                if guest is not None:
-                    guest.sendall(json.dumps({"table": table}).encode() + b"\n")
-                    guest.close()
+            for waiting, _ in guests.values():
+                if waiting is not None:
+                    waiting.sendall(json.dumps({"table": table}).encode() + b"\n")
+                    waiting.close()
             lobby.close()
         else:
             while True:
@@ -123,11 +127,12 @@ class Ring:
                 except ConnectionError:
                     table = None
                 host.close()
-                if table:
+                if isinstance(table, list):
                     break
                 listener.close()  # it was the rank 0 of an older generation, on its way out
                 time.sleep(0.05)
-        self._next = socket.create_connection(tuple(table[(self.rank + 1) % self.size]), timeout=max(0.01, deadline - time.monotonic()))
+        host_name, port = table[(self.rank + 1) % self.size]
+        self._next = socket.create_connection((host_name, port), timeout=max(0.01, deadline - time.monotonic()))
         listener.settimeout(max(0.01, deadline - time.monotonic()))
         self._previous, _ = listener.accept()
         listener.close()

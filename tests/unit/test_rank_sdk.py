@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gangline import rank
+from gangline.core.model import documents
+from gangline.nodeagent import jobevents, jobsocket
 from gangline.rank import fence
 from gangline.rank.link import Link
-from gangline.rank.records import Context, read_context
+from gangline.rank.records import Context, read_context, restart_notice
 
 DEADLINE_S = 10.0
 
@@ -327,3 +330,29 @@ def test_a_directory_is_a_checkpoint_too_and_replaces_its_like(tmp_path: Path) -
     assert found is not None
     assert (found.path / "deep" / "shard").read_text() == "second"
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".gangline")] == ["step-000000000001"]
+
+
+# --- the documentation
+
+
+def test_the_documented_messages_are_those_that_are_sent() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "training-jobs.md").read_text()
+    blocks = [json.loads(block.split("```")[0]) for block in text.split("```json\n")[1:]]
+    gang = documents.DesiredGang("j", 1, "run", (), 1, 0, 1, restart=documents.RestartNotice("node_lost", "m", "infrastructure"))
+    notice = documents.StopNotice("drain", "m", 5, 5.0)
+    sent = {
+        "start": jobevents.start_event(msgspec.structs.replace(gang, restart=None), 0),
+        "restart": jobevents.start_event(gang, 0),
+        "drain": jobevents.stop_event(gang, 1, notice, 0),
+        "preemption": jobevents.stop_event(gang, 1, msgspec.structs.replace(notice, cause="preempted"), 0),
+        "resize": jobevents.stop_event(gang, 1, msgspec.structs.replace(notice, cause="resize"), 0),
+    }
+    for name, event in sent.items():
+        assert event["event"] == name
+        assert [set(block) for block in blocks if block.get("event") == name] == [set(event)]
+    for block in blocks:
+        if "type" in block:
+            assert jobsocket.parse(json.dumps(block).encode()) == block
+    for block in text.split("```python\n")[1:]:
+        compile(block.split("```")[0], "docs/training-jobs.md", "exec")
+    assert restart_notice(next(block for block in blocks if block.get("event") == "restart")).downtime_s == 3.5
