@@ -32,6 +32,8 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     keys: dict[str, str]
     names: dict[str, str]
     finished: list[str]
+    #: ids of active jobs: the order of their placement is not in the jobs themselves
+    running: list[str]
     capacity_version: int
 
 
@@ -40,7 +42,7 @@ def dump_state(state: State) -> bytes:
     stored = _Stored(
         version=STATE_VERSION, index=state.index, at_ms=state.at_ms, epoch=state.epoch, digest=state.digest, leader=state.leader,
         jobs=state.jobs, nodes=state.nodes, brake=state.brake, submitted=state.submitted, keys=state.keys, names=state.names,
-        finished=list(state.finished), capacity_version=state.capacity_version,
+        finished=list(state.finished), running=list(state.running), capacity_version=state.capacity_version,
     )  # fmt: skip
     data: bytes = msgpack.packb(msgspec.to_builtins(stored, builtin_types=(bytes,), str_keys=True), use_bin_type=True)
     return data
@@ -49,7 +51,8 @@ def dump_state(state: State) -> bytes:
 def load_state(data: bytes) -> State:
     """Return the state in `data`, its derived parts rebuilt. Raises BadSnapshot."""
     try:
-        raw: Any = msgpack.unpackb(data, raw=False, strict_map_key=True, max_buffer_size=len(data))
+        # unpackb bounds every length by the size of the data itself.
+        raw: Any = msgpack.unpackb(data, raw=False, strict_map_key=True)
         if not isinstance(raw, dict) or raw.get("version") != STATE_VERSION:
             raise BadSnapshot(f"a state of version {raw.get('version') if isinstance(raw, dict) else '?'}; this process reads {STATE_VERSION}")
         stored = msgspec.convert(raw, _Stored, str_keys=True)
@@ -58,10 +61,9 @@ def load_state(data: bytes) -> State:
     state = State(
         index=stored.index, at_ms=stored.at_ms, epoch=stored.epoch, digest=stored.digest, leader=stored.leader, jobs=stored.jobs,
         nodes=stored.nodes, brake=stored.brake, submitted=stored.submitted, keys=stored.keys, names=stored.names,
-        finished=dict.fromkeys(stored.finished), capacity_version=stored.capacity_version,
+        finished=dict.fromkeys(stored.finished), running=dict.fromkeys(stored.running), capacity_version=stored.capacity_version,
     )  # fmt: skip
     state.queue = sorted(queue_key(j) for j in state.jobs.values() if j.state == "queued")
-    state.running = {j.id: None for j in state.jobs.values() if j.active}
     return state
 
 
