@@ -19,6 +19,7 @@ from gangline.core.store.keys import Keys
 from gangline.core.telemetry import setup, structured_logging
 from gangline.leader.api import ApiOptions, check_listen, make_app, serve
 from gangline.leader.metrics import Metrics
+from gangline.leader.process import calm_garbage_collector
 from gangline.leader.scheduler import Scheduler
 
 #: a log that cannot be followed: restarting does not help, a person must look
@@ -48,6 +49,7 @@ async def _run(
     cluster: str, etcd: str, etcd_ca: Path | None, etcd_cert: Path | None, etcd_key: Path | None, name: str, listen: str, advertise_url: str,
     state_dir: Path, leader_ttl: float, token_file: Path | None, allowed_host: tuple[str, ...], log_level: str,
 ) -> int:  # fmt: skip
+    calm_garbage_collector()
     journal = structured_logging(log_level, component="leader", scheduler=name)
     host, _, port = listen.rpartition(":")
     try:

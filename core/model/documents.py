@@ -17,7 +17,7 @@ import msgspec
 VERSION = 1
 
 
-class Gpu(msgspec.Struct, frozen=True, omit_defaults=True):
+class Gpu(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One GPU of a node, identified by `uuid`; `index` is its position on this node and may change with a reboot."""
 
     index: int
@@ -27,7 +27,7 @@ class Gpu(msgspec.Struct, frozen=True, omit_defaults=True):
     healthy: bool = True
 
 
-class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
+class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The value of `nodes/<id>/alive`: the node introduces itself."""
 
     node: str
@@ -49,7 +49,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int = VERSION
 
 
-class DesiredRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+class DesiredRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
     """One rank on this node. A running rank of a lower generation is stopped first, one of the same generation is left alone."""
 
     rank: int
@@ -61,7 +61,7 @@ class DesiredRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     generation: int
 
 
-class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True):
+class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why this generation exists: what a training job reads after a restart."""
 
     #: machine-readable: rank_failed, node_lost, prepare_failed, hang, drain, preempted, operator
@@ -86,7 +86,7 @@ class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     restarts: int = 0
 
 
-class StopNotice(msgspec.Struct, frozen=True, omit_defaults=True):
+class StopNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The gang is asked to checkpoint and leave: preemption, drain. It may acknowledge at once; at the deadline it is stopped."""
 
     cause: str
@@ -96,7 +96,7 @@ class StopNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     grace_s: float
 
 
-class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True):
+class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """This node's part of one gang.
 
     `phase` "prepare": stop older generations, check and reserve everything, start nothing. "run": have these ranks running, and start each at
@@ -118,7 +118,7 @@ class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True):
     notice: StopNotice | None = None
 
 
-class Desired(msgspec.Struct, frozen=True, omit_defaults=True):
+class Desired(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The value of `nodes/<id>/desired`. Agents refuse a lower epoch or index than they have seen."""
 
     node: str
@@ -131,7 +131,7 @@ class Desired(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int = VERSION
 
 
-class ObservedRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+class ObservedRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
     """One rank as the node sees it."""
 
     rank: int
@@ -148,7 +148,7 @@ class ObservedRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=T
     exited_at_ms: int = 0
 
 
-class ObservedGang(msgspec.Struct, frozen=True, omit_defaults=True):
+class ObservedGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """This node's part of one gang as it is."""
 
     job: str
@@ -169,7 +169,7 @@ class ObservedGang(msgspec.Struct, frozen=True, omit_defaults=True):
     acknowledged: bool = False
 
 
-class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
+class Observed(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The value of `nodes/<id>/observed`. `desired_index` and `epoch` say which desired document it has acted on."""
 
     node: str

@@ -20,7 +20,7 @@ FailureClass = Literal["application", "infrastructure"]
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
 
-class LogEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class LogEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Base of all events."""
 
     NAME: ClassVar[str] = ""
@@ -45,21 +45,21 @@ def _event(name: str, version: int = 1) -> Callable[[E], E]:
     return register
 
 
-class PlacedRank(msgspec.Struct, frozen=True, array_like=True):
+class PlacedRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One rank and the devices it gets, by index on the node, ascending."""
 
     rank: int
     gpus: tuple[int, ...]
 
 
-class PlacedPart(msgspec.Struct, frozen=True, array_like=True):
+class PlacedPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What of a gang is on one node. The order of the parts is the order of node ranks, and ranks ascend through it."""
 
     node: str
     ranks: tuple[PlacedRank, ...]
 
 
-class RankExit(msgspec.Struct, frozen=True, array_like=True):
+class RankExit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How one rank ended: `code` is an exit status or -N for signal N, `cause` as in documents.ObservedRank."""
 
     rank: int
@@ -74,21 +74,21 @@ class RankExit(msgspec.Struct, frozen=True, array_like=True):
 
 
 @_event("leader_elected")
-class LeaderElected(LogEvent, frozen=True, kw_only=True):
+class LeaderElected(LogEvent, frozen=True, kw_only=True, gc=False):
     """A scheduler took over. The epoch in the frame is its fencing token, and the first with it."""
 
     scheduler: str
 
 
 @_event("leader_resigned")
-class LeaderResigned(LogEvent, frozen=True, kw_only=True):
+class LeaderResigned(LogEvent, frozen=True, kw_only=True, gc=False):
     """The leader hands over on purpose; the last event of its epoch."""
 
     scheduler: str
 
 
 @_event("brake_set")
-class BrakeSet(LogEvent, frozen=True, kw_only=True):
+class BrakeSet(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: so many nodes vanished at once that the leader suspects itself. While on, nothing is declared lost or moved."""
 
     on: bool
@@ -100,7 +100,7 @@ class BrakeSet(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("job_submitted")
-class JobSubmitted(LogEvent, frozen=True, kw_only=True):
+class JobSubmitted(LogEvent, frozen=True, kw_only=True, gc=False):
     """A job was accepted; its client has, or will get, the job id as the answer."""
 
     job: str
@@ -113,7 +113,7 @@ class JobSubmitted(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("job_stop_requested")
-class JobStopRequested(LogEvent, frozen=True, kw_only=True):
+class JobStopRequested(LogEvent, frozen=True, kw_only=True, gc=False):
     """Somebody wants the job to end."""
 
     job: str
@@ -122,7 +122,7 @@ class JobStopRequested(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("gang_placed")
-class GangPlaced(LogEvent, frozen=True, kw_only=True):
+class GangPlaced(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: the whole gang gets its nodes and devices, as a new generation."""
 
     job: str
@@ -132,7 +132,7 @@ class GangPlaced(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("gangs_deferred")
-class GangsDeferred(LogEvent, frozen=True, kw_only=True):
+class GangsDeferred(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: these gangs cannot be placed now, all for the same reason. Written when the reason changes, not every cycle."""
 
     jobs: tuple[str, ...]
@@ -144,7 +144,7 @@ class GangsDeferred(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("gang_released")
-class GangReleased(LogEvent, frozen=True, kw_only=True):
+class GangReleased(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: every node has prepared; all ranks start now and meet at this address."""
 
     job: str
@@ -154,7 +154,7 @@ class GangReleased(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("gang_restarting")
-class GangRestarting(LogEvent, frozen=True, kw_only=True):
+class GangRestarting(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: all ranks end and start again where they are, not before `not_before_ms`."""
 
     job: str
@@ -168,7 +168,7 @@ class GangRestarting(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("rank_restarting")
-class RankRestarting(LogEvent, frozen=True, kw_only=True):
+class RankRestarting(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: only these ranks start again (on_rank_failure: rank), as generation + 1 of the gang."""
 
     job: str
@@ -181,7 +181,7 @@ class RankRestarting(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("gang_preempting")
-class GangPreempting(LogEvent, frozen=True, kw_only=True):
+class GangPreempting(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: the gang is asked to checkpoint and leave by `deadline_ms`; then it is queued again."""
 
     job: str
@@ -193,7 +193,7 @@ class GangPreempting(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("gang_requeued")
-class GangRequeued(LogEvent, frozen=True, kw_only=True):
+class GangRequeued(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: the gang gives its nodes back whole and waits for new ones."""
 
     job: str
@@ -212,7 +212,7 @@ class GangRequeued(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("gang_finished")
-class GangFinished(LogEvent, frozen=True, kw_only=True):
+class GangFinished(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: the job is over, for ever."""
 
     job: str
@@ -227,14 +227,14 @@ class GangFinished(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("node_joined")
-class NodeJoined(LogEvent, frozen=True, kw_only=True):
+class NodeJoined(LogEvent, frozen=True, kw_only=True, gc=False):
     """A node registered, came back, or changed what it says of itself."""
 
     registration: Registration
 
 
 @_event("node_lost")
-class NodeLost(LogEvent, frozen=True, kw_only=True):
+class NodeLost(LogEvent, frozen=True, kw_only=True, gc=False):
     """The node's lease is gone, so its agent has ended its ranks (all but those of jobs with `on_disconnect: keep`).
 
     `proven`: nothing that ran there can still run, since the node came back rebooted or as another.
@@ -247,7 +247,7 @@ class NodeLost(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("node_prepared")
-class NodePrepared(LogEvent, frozen=True, kw_only=True):
+class NodePrepared(LogEvent, frozen=True, kw_only=True, gc=False):
     """The node is ready to start its part, and holds this rendezvous port."""
 
     job: str
@@ -258,7 +258,7 @@ class NodePrepared(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("prepare_failed")
-class PrepareFailed(LogEvent, frozen=True, kw_only=True):
+class PrepareFailed(LogEvent, frozen=True, kw_only=True, gc=False):
     """The node cannot start its part."""
 
     job: str
@@ -268,7 +268,7 @@ class PrepareFailed(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("ranks_started")
-class RanksStarted(LogEvent, frozen=True, kw_only=True):
+class RanksStarted(LogEvent, frozen=True, kw_only=True, gc=False):
     """These ranks of the node's part are executing. A rank whose end is reported first counts as started."""
 
     job: str
@@ -278,7 +278,7 @@ class RanksStarted(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("ranks_exited")
-class RanksExited(LogEvent, frozen=True, kw_only=True):
+class RanksExited(LogEvent, frozen=True, kw_only=True, gc=False):
     """These ranks have ended and nothing of them is left on the node."""
 
     job: str
@@ -287,7 +287,7 @@ class RanksExited(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("part_released")
-class PartReleased(LogEvent, frozen=True, kw_only=True):
+class PartReleased(LogEvent, frozen=True, kw_only=True, gc=False):
     """Nothing of the job is left on the node but its current generation, if it has one there: other devices it held are free."""
 
     job: str
@@ -295,7 +295,7 @@ class PartReleased(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("progress_reported")
-class ProgressReported(LogEvent, frozen=True, kw_only=True):
+class ProgressReported(LogEvent, frozen=True, kw_only=True, gc=False):
     """A step that the job reported: the first of each generation and then at most one a minute."""
 
     job: str
@@ -304,7 +304,7 @@ class ProgressReported(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("checkpoint_reported")
-class CheckpointReported(LogEvent, frozen=True, kw_only=True):
+class CheckpointReported(LogEvent, frozen=True, kw_only=True, gc=False):
     """The job wrote a checkpoint that a restart can use."""
 
     job: str
@@ -314,7 +314,7 @@ class CheckpointReported(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("stop_acknowledged")
-class StopAcknowledged(LogEvent, frozen=True, kw_only=True):
+class StopAcknowledged(LogEvent, frozen=True, kw_only=True, gc=False):
     """Every rank on the node has saved what it wants to save."""
 
     job: str
@@ -326,7 +326,7 @@ class StopAcknowledged(LogEvent, frozen=True, kw_only=True):
 
 
 @_event("node_administered")
-class NodeAdministered(LogEvent, frozen=True, kw_only=True):
+class NodeAdministered(LogEvent, frozen=True, kw_only=True, gc=False):
     """An operator's word about a node.
 
     cordon: no new ranks. drain: cordon, and gangs are asked to move (those that are not preemptible only after `deadline_s`, 0: never).

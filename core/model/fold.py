@@ -153,7 +153,7 @@ def _check_placement(state: State, job: Job, e: ev.GangPlaced) -> None:
     res = job.spec.resources
     gang = job.spec.gang
     ranks = [r.rank for p in e.parts for r in p.ranks]
-    if ranks != list(range(len(ranks))):
+    if any(want != seen for want, seen in enumerate(ranks)):
         raise IllegalTransition(e, "ranks are not 0 to n - 1 in the order of the parts")
     if not gang.min_ranks <= len(ranks) <= gang.ranks:
         raise IllegalTransition(e, f"{len(ranks)} ranks, but {job.id} runs with {gang.min_ranks} to {gang.ranks}")
@@ -165,10 +165,10 @@ def _check_placement(state: State, job: Job, e: ev.GangPlaced) -> None:
             raise IllegalTransition(e, f"node {part.node} is {'unknown' if node is None else node.status}")
         own = node.holdings.get(job.id)
         gpus = [g for r in part.ranks for g in r.gpus]
-        available = set(node.free_gpus) | (set(own.gpus) if own else set())
-        if len(set(gpus)) != len(gpus) or not available.issuperset(gpus):
+        available = {*node.free_gpus, *own.gpus} if own else node.free_gpus
+        if len(set(gpus)) != len(gpus) or any(g not in available for g in gpus):
             raise IllegalTransition(e, f"devices {sorted(gpus)} of {part.node} are not all free: {sorted(available)} are")
-        if any(len(r.gpus) != res.gpus for r in part.ranks):
+        if len(gpus) != res.gpus * len(part.ranks) or any(len(r.gpus) != res.gpus for r in part.ranks):
             raise IllegalTransition(e, f"a rank of {job.id} gets other than {res.gpus} devices on {part.node}")
         cpus = len(part.ranks) * res.cpus_milli - (own.cpus_milli if own else 0)
         memory = len(part.ranks) * res.memory_mib - (own.memory_mib if own else 0)
@@ -330,7 +330,7 @@ def _node_prepared(state: State, e: ev.NodePrepared, index: int, epoch: int, at_
     if job.state not in ("placed", "preparing") or part.prepared:
         raise IllegalTransition(e, f"job {job.id} is {job.state}, {e.node} {'has prepared' if part.prepared else 'is not asked'}")
     part.prepared, part.address, part.port = True, e.address, e.port
-    _shrink(state, job, e.node)
+    _shrink(state, job, e.node, index)
     if job.state == "placed":
         _enter(state, job, "preparing", index, at_ms)
     else:
@@ -378,7 +378,7 @@ def _after_start(state: State, job: Job, index: int, at_ms: int) -> None:
         job.running_since_ms = at_ms
         job.prepare_failures = 0
         for node_id in job.parts:
-            _shrink(state, job, node_id)
+            _shrink(state, job, node_id, index)
         _enter(state, job, "running", index, at_ms)
     else:
         _touch(state, job, index)
@@ -391,8 +391,7 @@ def _part_released(state: State, e: ev.PartReleased, index: int, epoch: int, at_
         raise IllegalTransition(e, f"{e.job} holds nothing on {e.node}")
     if not holding.leaving_since:
         raise IllegalTransition(e, f"{e.job} is to stay on {e.node}")
-    del node.holdings[e.job]
-    _count_free(node)
+    _give_back(node, e.job)
     _touch_node(state, node, index)
     _capacity(state)
     _forget_oldest(state)
@@ -562,14 +561,26 @@ def _remember_restart(
 def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli: int, memory_mib: int, index: int) -> None:
     own = node.holdings.get(job)
     if own is not None:  # until the older generation is gone, the gang holds what both of them need
+        _give_back(node, job)
         gpus = tuple(sorted({*own.gpus, *gpus}))
         cpus_milli, memory_mib = max(own.cpus_milli, cpus_milli), max(own.memory_mib, memory_mib)
     node.holdings[job] = Holding(gpus=gpus, cpus_milli=cpus_milli, memory_mib=memory_mib)
-    _count_free(node)
+    node.free_gpus = tuple([g for g in node.free_gpus if g not in gpus])
+    node.free_cpus_milli -= cpus_milli
+    node.free_memory_mib -= memory_mib
     _touch_node(state, node, index)
 
 
-def _shrink(state: State, job: Job, node_id: str) -> None:
+def _give_back(node: Node, job: str) -> None:
+    held = node.holdings.pop(job)
+    if held.gpus:
+        usable = {g.index for g in node.registration.gpus if g.healthy}
+        node.free_gpus = tuple(sorted([*node.free_gpus, *(g for g in held.gpus if g in usable)]))
+    node.free_cpus_milli += held.cpus_milli
+    node.free_memory_mib += held.memory_mib
+
+
+def _shrink(state: State, job: Job, node_id: str, index: int) -> None:
     """The older generation is gone from the node: the gang holds there what its present part needs."""
     node = state.nodes[node_id]
     ranks = job.parts[node_id].ranks
@@ -577,8 +588,8 @@ def _shrink(state: State, job: Job, node_id: str) -> None:
     gpus = tuple(sorted(g for r in ranks.values() for g in r.gpus))
     held = node.holdings.get(job.id)
     if held is not None and (held.gpus != gpus or held.cpus_milli != len(ranks) * res.cpus_milli):
-        node.holdings[job.id] = Holding(gpus=gpus, cpus_milli=len(ranks) * res.cpus_milli, memory_mib=len(ranks) * res.memory_mib)
-        _count_free(node)
+        _give_back(node, job.id)
+        _hold(state, node, job.id, gpus, len(ranks) * res.cpus_milli, len(ranks) * res.memory_mib, index)
         _capacity(state)
 
 
@@ -599,8 +610,7 @@ def _leave(state: State, job: Job, node_id: str, index: int) -> None:
     part = job.parts.get(node_id)
     ended = part is not None and all(r.exited for r in part.ranks.values()) and not _elsewhere(part, holding)
     if ended or node.status == "lost":
-        del node.holdings[job.id]
-        _count_free(node)
+        _give_back(node, job.id)
         _capacity(state)
     else:
         holding.leaving_since = index

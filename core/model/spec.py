@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 
-class Gang(msgspec.Struct, frozen=True, omit_defaults=True):
+class Gang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How many ranks start and end together."""
 
     ranks: int = 1
@@ -20,7 +20,7 @@ class Gang(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks_per_node: int = 0
 
 
-class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
+class Resources(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one rank holds for itself."""
 
     #: whole GPUs
@@ -31,7 +31,7 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_mib: int = 0
 
 
-class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Where the job keeps its checkpoints, so that ranks are told and lost work can be counted."""
 
     path: str = ""
@@ -39,7 +39,7 @@ class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     interval_s: float = 0.0
 
 
-class Restart(msgspec.Struct, frozen=True, omit_defaults=True):
+class Restart(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What happens after a failure (DESIGN section 5)."""
 
     on_rank_failure: Literal["gang", "rank", "never"] = "gang"
@@ -59,14 +59,14 @@ class Restart(msgspec.Struct, frozen=True, omit_defaults=True):
     fail_signals: tuple[str, ...] = ()
 
 
-class Preemption(msgspec.Struct, frozen=True, omit_defaults=True):
+class Preemption(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How ranks are asked to stop: `signal`, then SIGKILL to what is left after `grace_s`."""
 
     signal: str = "SIGTERM"
     grace_s: float = 30.0
 
 
-class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One job: a gang of ranks that start together and end together."""
 
     command: tuple[str, ...]

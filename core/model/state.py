@@ -34,7 +34,7 @@ FINISHED_KEPT = 10_000
 JobState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "finished"]
 
 
-class Rank(msgspec.Struct, omit_defaults=True):
+class Rank(msgspec.Struct, omit_defaults=True, gc=False):
     """One rank of the gang's current placement."""
 
     gpus: tuple[int, ...]
@@ -51,7 +51,7 @@ class Rank(msgspec.Struct, omit_defaults=True):
     ended_ms: int = 0
 
 
-class Part(msgspec.Struct, omit_defaults=True):
+class Part(msgspec.Struct, omit_defaults=True, gc=False):
     """What of a gang is on one node."""
 
     ranks: dict[int, Rank]
@@ -65,7 +65,7 @@ class Part(msgspec.Struct, omit_defaults=True):
     dead: bool = False
 
 
-class Deferral(msgspec.Struct, frozen=True, omit_defaults=True):
+class Deferral(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why a queued gang is not placed: the recorded witness."""
 
     code: str
@@ -75,7 +75,7 @@ class Deferral(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int = 0
 
 
-class Job(msgspec.Struct, omit_defaults=True):
+class Job(msgspec.Struct, omit_defaults=True, gc=False):
     """One job. All times are log time."""
 
     id: str
@@ -162,7 +162,7 @@ class Job(msgspec.Struct, omit_defaults=True):
         return self.state not in ("queued", "finished")
 
 
-class Holding(msgspec.Struct, omit_defaults=True):
+class Holding(msgspec.Struct, omit_defaults=True, gc=False):
     """What one job holds on one node, its dying ranks included."""
 
     gpus: tuple[int, ...]
@@ -172,7 +172,7 @@ class Holding(msgspec.Struct, omit_defaults=True):
     leaving_since: int = 0
 
 
-class Node(msgspec.Struct, omit_defaults=True):
+class Node(msgspec.Struct, omit_defaults=True, gc=False):
     """One node."""
 
     registration: Registration
@@ -203,7 +203,7 @@ class Node(msgspec.Struct, omit_defaults=True):
         return self.status == "up" and not self.cordoned and not self.draining
 
 
-class Brake(msgspec.Struct, omit_defaults=True):
+class Brake(msgspec.Struct, omit_defaults=True, gc=False):
     """The mass-loss brake (DESIGN section 3)."""
 
     on: bool = False
