@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -109,7 +110,7 @@ class World:
 
     async def crash(self, name: str) -> None:
         """End a scheduler without letting it hand over."""
-        s, task = self.schedulers.pop(name)
+        _, task = self.schedulers.pop(name)
         self.cluster.faults.partitioned.add(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -130,7 +131,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         yield w
     finally:
         await w.close()
-        print(w.journal.getvalue())
+        sys.stderr.write(w.journal.getvalue())
 
 
 async def until(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:

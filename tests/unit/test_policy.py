@@ -1,0 +1,425 @@
+"""The policy as a pure function: states are made by folding events, never by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from gangline.core.model import events as ev
+from gangline.core.model.documents import Gpu, Registration
+from gangline.core.model.fold import IllegalTransition, apply, seal
+from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.state import Job, State
+from gangline.core.model.statecodec import dump_state, load_state
+from gangline.core.policy.decide import attend_to_all, decide, settle, wake
+from gangline.core.policy.recovery import AVOID_MS, PREPARE_TIMEOUT_MS
+
+
+class Cluster:
+    """Folds events and decisions at a time that the test sets."""
+
+    def __init__(self, *nodes: str, gpus: int = 8, model: str = "H100") -> None:
+        self.state = State()
+        self.now = 1_000
+        self.log: list[ev.LogEvent] = []
+        self.add(ev.LeaderElected(scheduler="s"))
+        for n in nodes:
+            self.join(n, gpus, model)
+
+    def join(self, node: str, gpus: int = 8, model: str = "H100", boot: str = "b") -> None:
+        devices = tuple(Gpu(i, f"{node}-{i}", model, 80_000) for i in range(gpus))
+        reg = Registration(node, f"id-{node}", boot, node, "", devices, 64_000, 512_000)
+        self.add(ev.NodeJoined(registration=reg))
+
+    def add(self, *events: ev.LogEvent) -> None:
+        for e in events:
+            apply(self.state, e, self.state.index + 1, 1, self.now)
+            self.log.append(e)
+        seal(self.state, self.state.index + 1, bytes(32))
+
+    def submit(self, job: str, ranks: int = 1, gpus: int = 1, **more: object) -> None:
+        gang = more.pop("gang", Gang(ranks, ranks))
+        resources = more.pop("resources", Resources(gpus=gpus, cpus_milli=100))
+        self.add(ev.JobSubmitted(job=job, spec=JobSpec(("x",), gang=gang, resources=resources, **more)))  # type: ignore[arg-type]
+
+    def cycle(self) -> list[ev.LogEvent]:
+        wake(self.state, self.now)
+        out: list[ev.LogEvent] = []
+        while decisions := decide(self.state, self.now):
+            self.add(*decisions)
+            out += decisions
+        settle(self.state)
+        return out
+
+    def job(self, job: str) -> Job:
+        return self.state.jobs[job]
+
+    def run(self, job: str) -> None:
+        """Take a placed gang over the barrier to running."""
+        j = self.job(job)
+        if len(j.parts) > 1:
+            for n in j.nodes():
+                self.add(ev.NodePrepared(job=job, generation=j.generation, node=n, address=n, port=1))
+            self.cycle()
+        for n, part in j.parts.items():
+            waiting = tuple(r for r, rank in part.ranks.items() if not rank.started)
+            self.add(ev.RanksStarted(job=job, generation=j.generation, node=n, ranks=waiting))
+        assert j.state == "running"
+
+    def end(self, job: str, rank: int, code: int = 0, cause: str = "") -> None:
+        j = self.job(job)
+        node = next(n for n, p in j.parts.items() if rank in p.ranks)
+        generation = j.parts[node].ranks[rank].generation
+        self.add(ev.RanksExited(job=job, node=node, exits=(ev.RankExit(rank, generation, code, cause),)))
+
+
+def only(events: list[ev.LogEvent], kind: type[ev.LogEvent]) -> ev.LogEvent:
+    (found,) = [e for e in events if isinstance(e, kind)]
+    return found
+
+
+def placement(c: Cluster, job: str) -> dict[str, list[int]]:
+    return {n: list(p.ranks) for n, p in c.job(job).parts.items()}
+
+
+# ---------------------------------------------------------------- placing
+
+
+def test_gangs_are_placed_whole_or_not_at_all() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("big", ranks=12)
+    c.submit("other", ranks=12)
+    c.cycle()
+    assert placement(c, "big") == {"n1": list(range(8)), "n2": list(range(8, 12))}
+    assert c.job("other").state == "queued"
+    deferral = c.job("other").deferral
+    assert deferral is not None
+    assert (deferral.code, deferral.need["gpus"], deferral.have["gpus"]) == ("not_enough_gpus", 12, 4)
+
+
+def test_priority_comes_before_order_of_submission() -> None:
+    c = Cluster("n1")
+    c.submit("low", ranks=8)
+    c.submit("high", ranks=8, priority=90)
+    c.cycle()
+    assert c.job("high").state == "placed"
+    assert c.job("low").state == "queued"
+
+
+def test_small_gangs_fill_the_node_that_they_fill_best() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("a", ranks=5)
+    c.cycle()
+    c.submit("b", ranks=3)
+    c.cycle()
+    assert c.job("b").nodes() == c.job("a").nodes()
+
+
+def test_ranks_per_node_is_exact_and_its_fragmentation_is_said() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("a", ranks=3)
+    c.cycle()
+    c.submit("b", gang=Gang(12, 12, 6))
+    c.cycle()
+    deferral = c.job("b").deferral
+    assert deferral is not None
+    assert (deferral.code, deferral.have["ranks"]) == ("fragmented", 6)
+
+
+def test_an_elastic_gang_starts_with_what_there_is() -> None:
+    c = Cluster("n1")
+    c.submit("a", gang=Gang(16, 4))
+    c.cycle()
+    assert c.job("a").world_size == 8
+
+
+def test_one_model_is_preferred_in_the_order_of_the_job() -> None:
+    c = Cluster("n1", "n2")
+    c.join("n3", model="A100")
+    c.submit("a", resources=Resources(gpus=1, gpu_models=("A100", "H100"), cpus_milli=0))
+    c.submit("b", resources=Resources(gpus=1, gpu_models=("V100",), cpus_milli=0))
+    c.cycle()
+    assert c.job("a").nodes() == ["n3"]
+    assert c.job("b").deferral is not None
+    assert c.job("b").deferral.code == "no_such_model"
+
+
+def test_a_refusal_is_recorded_once_and_again_when_the_reason_changes() -> None:
+    c = Cluster("n1")
+    c.submit("a", ranks=9)
+    assert isinstance(only(c.cycle(), ev.GangsDeferred), ev.GangsDeferred)
+    c.join("n2", gpus=0)
+    assert c.cycle() == []
+    c.add(ev.NodeAdministered(node="n1", action="cordon"))
+    c.add(ev.NodeAdministered(node="n2", action="cordon"))
+    deferred = only(c.cycle(), ev.GangsDeferred)
+    assert isinstance(deferred, ev.GangsDeferred)
+    assert deferred.code == "no_nodes"
+
+
+def test_thousands_of_equal_pending_jobs_cost_one_event() -> None:
+    c = Cluster("n1")
+    c.submit("first", ranks=8)
+    for i in range(400):
+        c.submit(f"j{i}", ranks=8)
+    assert len([e for e in c.cycle() if isinstance(e, ev.GangsDeferred)]) == 1
+
+
+# ---------------------------------------------------------------- failures of ranks
+
+
+def test_exit_codes_signals_and_policies_that_are_final() -> None:
+    for rules, code in (
+        (Restart(fail_exit_codes=(2,)), 2),
+        (Restart(fail_signals=("SIGABRT",)), -6),
+        (Restart(on_rank_failure="never"), 1),
+        (Restart(max_restarts=0), 1),
+    ):
+        c = Cluster("n1")
+        c.submit("a", ranks=2, restart=rules)
+        c.cycle()
+        c.run("a")
+        c.end("a", 1, code)
+        c.cycle()
+        assert c.job("a").outcome == "failed"
+        assert c.job("a").exit_code == (code if code > 0 else 128 - code)
+
+
+def test_the_budget_counts_application_failures_only() -> None:
+    c = Cluster("n1")
+    c.submit("a", restart=Restart(max_restarts=2, backoff_initial_s=0.001))
+    for code, cause in ((1, ""), (-9, "lost"), (1, ""), (-9, "node_restart"), (1, "")):
+        c.cycle()
+        c.now += 1_000
+        c.cycle()
+        c.run("a")
+        c.end("a", 0, code, cause)
+    c.cycle()
+    job = c.job("a")
+    assert (job.outcome, job.cause, job.generation) == ("failed", "restarts_exhausted", 5)
+
+
+def test_backoff_doubles_and_a_healthy_generation_ends_the_row() -> None:
+    c = Cluster("n1")
+    c.submit("a", restart=Restart(backoff_initial_s=1, backoff_max_s=3))
+    waits = []
+    for _ in range(5):
+        c.cycle()
+        c.run("a")
+        c.end("a", 0, 1)
+        c.cycle()
+        waits.append(max(0, c.job("a").not_before_ms - c.now))
+        c.now += 5_000
+    assert waits == [0, 1_000, 2_000, 3_000, 3_000]
+    c.cycle()
+    c.run("a")
+    c.now += 700_000
+    c.end("a", 0, 1)
+    restarting = only(c.cycle(), ev.GangRestarting)
+    assert isinstance(restarting, ev.GangRestarting)
+    assert restarting.not_before_ms == 0
+
+
+def test_only_the_failed_rank_restarts_when_the_job_says_so() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("a", ranks=16, restart=Restart(on_rank_failure="rank"))
+    c.cycle()
+    c.run("a")
+    c.end("a", 9, 1)
+    c.cycle()
+    job = c.job("a")
+    assert (job.state, job.generation) == ("running", 2)
+    assert [job.rank(r).generation for r in (0, 9)] == [1, 2]  # type: ignore[union-attr]
+    c.add(ev.RanksStarted(job="a", generation=2, node="n2", ranks=(9,)))
+    for r in range(16):
+        c.end("a", r)
+    c.cycle()
+    assert job.outcome == "succeeded"
+
+
+def test_the_same_decisions_when_everything_is_looked_at() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a", ranks=16)
+    c.cycle()
+    c.run("a")
+    c.submit("b", ranks=4)
+    c.cycle()
+    c.run("b")
+    for _ in range(3):
+        attend_to_all(c.state)
+        assert decide(c.state, c.now) == []
+        settle(c.state)
+
+
+# ---------------------------------------------------------------- failures of nodes
+
+
+def test_a_lost_node_requeues_and_what_still_runs_elsewhere_is_held() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("a", ranks=16)
+    c.cycle()
+    c.run("a")
+    c.add(ev.NodeLost(node="n2", cause="lease_expired", message=""))
+    requeued = only(c.cycle(), ev.GangRequeued)
+    assert isinstance(requeued, ev.GangRequeued)
+    assert (requeued.lost_nodes, requeued.lost_ranks) == (("n2",), tuple(range(8, 16)))
+    assert c.state.nodes["n1"].free_gpus == ()
+    c.submit("b", ranks=1)
+    c.cycle()
+    assert c.job("b").state == "queued"
+    c.add(ev.PartReleased(job="a", node="n1"))
+    c.cycle()
+    assert c.job("b").state == "placed"
+
+
+def test_a_gang_may_go_back_to_devices_that_its_own_dying_ranks_hold() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a", ranks=16)
+    c.cycle()
+    c.run("a")
+    c.add(ev.NodeLost(node="n2", cause="lease_expired", message=""))
+    c.cycle()
+    assert c.job("a").nodes() == ["n1", "n3"]
+    assert c.job("a").generation == 2
+    c.run("a")
+    assert len(c.state.nodes["n1"].holdings["a"].gpus) == 8
+
+
+def test_a_rank_failure_that_was_a_node_failure_is_forgiven() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a", ranks=16)
+    c.cycle()
+    c.run("a")
+    c.end("a", 0, 1)
+    c.cycle()
+    assert len(c.job("a").failures_ms) == 1
+    c.now += 8_000
+    c.add(ev.NodeLost(node="n2", cause="lease_expired", message=""))
+    c.cycle()
+    assert c.job("a").failures_ms == []
+    assert c.job("a").restart.failed_at_ms == 1_000  # type: ignore[union-attr]
+
+
+def test_on_disconnect_keep_waits_for_proof() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("a", ranks=8, on_disconnect="keep")
+    c.cycle()
+    c.run("a")
+    c.add(ev.NodeLost(node="n1", cause="lease_expired", message=""))
+    assert c.cycle() == []
+    assert c.job("a").state == "running"
+    c.add(ev.NodeAdministered(node="n1", action="confirm_dead"))
+    c.cycle()
+    assert c.job("a").nodes() == ["n2"]
+
+
+def test_a_node_that_came_back_rebooted_has_nothing_left() -> None:
+    c = Cluster("n1")
+    c.submit("a", on_disconnect="keep")
+    c.cycle()
+    c.run("a")
+    c.add(ev.NodeLost(node="n1", cause="rebooted", message="", proven=True))
+    c.join("n1", boot="b2")
+    c.cycle()
+    assert c.job("a").state == "placed"
+    assert c.job("a").generation == 2
+
+
+def test_a_node_that_does_not_prepare_in_time_is_charged() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a", ranks=16, preemption=Preemption(grace_s=5))
+    c.cycle()
+    c.add(ev.NodePrepared(job="a", generation=1, node="n1", address="n1", port=1))
+    c.now += PREPARE_TIMEOUT_MS + 5_000 - 1
+    assert c.cycle() == []
+    c.now += 1
+    requeued = only(c.cycle(), ev.GangRequeued)
+    assert isinstance(requeued, ev.GangRequeued)
+    assert requeued.avoid == (("n2", c.now + AVOID_MS),)
+    assert c.job("a").nodes() == ["n1", "n3"]
+
+
+def test_preparing_that_fails_everywhere_is_the_jobs_fault() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a")
+    for _ in range(3):
+        c.cycle()
+        job = c.job("a")
+        c.add(ev.PrepareFailed(job="a", generation=job.generation, node=job.nodes()[0], message="no such directory"))
+    c.cycle()
+    assert c.job("a").outcome == "failed"
+    assert "no such directory" in c.job("a").message
+
+
+def test_time_limit_drain_deadline_and_stop() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("limited", time_limit_s=60)
+    c.submit("stays", preemptible=False)
+    c.cycle()
+    c.run("limited")
+    c.run("stays")
+    c.now += 59_999
+    assert c.cycle() == []
+    c.now += 1
+    assert isinstance(only(c.cycle(), ev.GangFinished), ev.GangFinished)
+    c.add(ev.NodeAdministered(node="n1", action="drain", deadline_s=100))
+    assert c.cycle() == []
+    c.now += 100_000
+    preempting = only(c.cycle(), ev.GangPreempting)
+    assert isinstance(preempting, ev.GangPreempting)
+    c.add(ev.StopAcknowledged(job="stays", generation=1, node="n1"))
+    c.cycle()
+    assert c.job("stays").nodes() == ["n2"]
+    c.add(ev.JobStopRequested(job="stays", by="ann"))
+    c.cycle()
+    assert (c.job("stays").outcome, c.job("stays").message) == ("cancelled", "stopped by ann: stopped")
+
+
+# ---------------------------------------------------------------- the fold
+
+
+def test_a_refused_event_leaves_the_state_as_it_was() -> None:
+    c = Cluster("n1")
+    c.submit("a", ranks=2)
+    c.cycle()
+    before = dump_state(c.state)
+    bad: list[ev.LogEvent] = [
+        ev.JobSubmitted(job="a", spec=JobSpec(("x",))),
+        ev.GangPlaced(job="a", generation=2, parts=()),
+        ev.GangReleased(job="a", generation=2, master_addr="", master_port=0),
+        ev.RanksExited(job="a", node="n1", exits=(ev.RankExit(0, 1, 0), ev.RankExit(7, 1, 0))),
+        ev.RanksStarted(job="a", generation=1, node="n1", ranks=(0, 0, 9)),
+        ev.PartReleased(job="a", node="n1"),
+        ev.NodeLost(node="nope", cause="", message=""),
+        ev.GangsDeferred(jobs=("a",), code="x", message=""),
+        ev.LeaderElected(scheduler="s"),
+        ev.NodeAdministered(node="n1", action="confirm_dead"),
+    ]
+    for event in bad:
+        with pytest.raises(IllegalTransition):
+            apply(c.state, event, c.state.index + 1, 1, c.now)
+        assert dump_state(c.state) == before, event
+
+
+def test_finished_is_for_ever() -> None:
+    c = Cluster("n1")
+    c.submit("a")
+    c.cycle()
+    c.run("a")
+    c.end("a", 0)
+    c.cycle()
+    for event in (ev.JobStopRequested(job="a"), ev.GangFinished(job="a", outcome="failed", cause="", message=""),
+                  ev.GangPlaced(job="a", generation=2, parts=()), ev.RanksExited(job="a", node="n1", exits=())):  # fmt: skip
+        with pytest.raises(IllegalTransition, match="stays so"):
+            apply(c.state, event, c.state.index + 1, 1, c.now)
+
+
+def test_a_stored_state_is_the_state() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a", ranks=16)
+    c.submit("b", ranks=16)
+    c.cycle()
+    c.run("a")
+    again = load_state(dump_state(c.state))
+    assert dump_state(again) == dump_state(c.state)
+    assert again.queue == c.state.queue
+    assert again.running == c.state.running
