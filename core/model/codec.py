@@ -73,11 +73,11 @@ def decode_event(wire: Any) -> LogEvent:
         raise ValueError(f"unknown event {name!r}: written by a newer version? upgrade this process")
     if type(version) is not int or not 1 <= version <= cls.VERSION:
         raise ValueError(f"event {name} has version {version!r}, this process knows 1 to {cls.VERSION}; upgrade this process")
-    for step in range(version, cls.VERSION):
-        body = events.UPCASTS[name, step](body)
     try:
+        for step in range(version, cls.VERSION):
+            body = events.UPCASTS[name, step](body)
         return msgspec.convert(body, cls)
-    except (msgspec.ValidationError, TypeError) as e:
+    except (msgspec.ValidationError, TypeError, ValueError, LookupError, AttributeError) as e:  # an upcast meets a body that is not one
         raise ValueError(f"event {name} version {version}: {e}") from e
 
 

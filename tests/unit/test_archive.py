@@ -36,7 +36,7 @@ def test_what_was_written_is_read_back(archive: Archive, frames: Frames) -> None
 
 def test_an_archive_without_a_directory_is_empty(archive: Archive) -> None:
     assert (archive.first, archive.last, archive.segments(), archive.gaps(), archive.verify()) == (None, None, [], [], [])
-    with pytest.raises(NotArchived, match="log frame 1 is not in archive .*nothing later"):
+    with pytest.raises(NotArchived, match=r"log frame 1 is not in archive .*nothing later"):
         list(archive.read(1))
 
 
@@ -67,10 +67,9 @@ def test_gaps_are_known_filled_and_reported(archive: Archive, frames: Frames) ->
     archive.write(frames[:10])
     archive.write(frames[20:30])
     assert archive.gaps() == [(11, 20)]
-    got = []
+    got: Frames = []
     with pytest.raises(NotArchived, match="the next one here is 21") as e:
-        for entry in archive.read(5):
-            got.append(entry)
+        got.extend(archive.read(5))
     assert (e.value.index, e.value.next) == (11, 21)
     assert got == frames[4:10]
     with pytest.raises(NotArchived):
@@ -87,9 +86,8 @@ def test_a_damaged_segment_is_named(harm: str, archive: Archive, frames: Frames)
     archive.write(frames[20:])
     first, second = (s.path for s in archive.segments())
     content = first.read_bytes()
-    first.write_bytes(
-        {"truncate": content[:-5], "flip": content[:99] + bytes([content[99] ^ 4]) + content[100:], "empty": b"", "swap": second.read_bytes()}[harm]
-    )
+    flipped = content[:99] + bytes([content[99] ^ 4]) + content[100:]
+    first.write_bytes({"truncate": content[:-5], "flip": flipped, "empty": b"", "swap": second.read_bytes()}[harm])
     with pytest.raises(SegmentDamaged, match=f"archive segment {first}: its digest is not the one in its name"):
         list(archive.read(1))
     assert list(archive.read(21)) == frames[20:]

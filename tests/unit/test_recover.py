@@ -139,7 +139,7 @@ async def test_without_a_readable_snapshot_a_truncated_log_is_unrecoverable(stor
     await save(store, scribe.frames, 20, token)
     await Log(store, KEYS).truncate(21, token)
     await store.put(KEYS.snapshot_chunk(20, 0), b"damaged")
-    with pytest.raises(Unrecoverable, match="begins at 21.*snapshot 20: .*restore a backup"):
+    with pytest.raises(Unrecoverable, match=r"begins at 21.*snapshot 20: .*restore a backup"):
         await recover(store, KEYS)
     await Log(store, KEYS).truncate(1_000, token)
     with pytest.raises(Unrecoverable, match="the log is empty and no snapshot can be read"):
@@ -242,7 +242,8 @@ def _set(index: int, value: object) -> Callable[[list[Any]], None]:
     ("change", "match"),
     [
         (_set(6, [["gang_teleported", 1, {}]]), "unknown event 'gang_teleported'.*upgrade this process"),  # row 36
-        (_set(6, [["brake_set", 2, {"on": True, "message": ""}]]), "event brake_set has version 2, this process knows 1 to 1; upgrade"),  # row 84
+        # row 84
+        (_set(6, [["brake_set", 2, {"on": True, "message": ""}]]), "event brake_set has version 2, this process knows 1 to 1; upgrade"),
         (_set(6, [["brake_set", 1, {"on": True, "message": "", "mood": 1}]]), "brake_set version 1.*mood"),
         (_set(6, [["brake_set", 1, {"on": "yes", "message": ""}]]), "brake_set version 1"),
         (_set(0, 2), "frame schema 2, this process knows 1"),

@@ -1,0 +1,169 @@
+"""Writes the golden log of frame schema 1 with every event in version 1: `python tests/golden/record_v1.py`.
+
+A recorded log stands for clusters that run. So it is recorded once: when an event changes, its new version goes into a new golden log
+(record_v2.py), this one stays as it is and must still fold. `--digest` only writes the digest anew, which is right after a change of the
+state's layout (state.STATE_VERSION), and wrong as an answer to a fold that has changed its mind.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+from gangline.core.model import events as ev
+from gangline.core.model.codec import digest, encode_event, encode_frame
+from gangline.core.model.documents import Gpu, Registration
+from gangline.core.model.fold import apply, seal
+from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.state import State
+from gangline.core.model.statecodec import state_digest
+from gangline.core.store.recover import replay
+
+FRAMES = Path(__file__).with_name("v1.frames")
+EXPECTED = Path(__file__).with_name("v1.json")
+_LENGTH = struct.Struct(">I")
+
+
+class Recorder:
+    """Folds and encodes frame after frame, two seconds apart."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.epoch = 0
+        self.at_ms = 1_767_225_600_000
+        self.frames: list[bytes] = []
+
+    def frame(self, *events: ev.LogEvent) -> None:
+        index = self.state.index + 1
+        self.at_ms += 2_000
+        for event in events:
+            apply(self.state, event, index, self.epoch, self.at_ms)
+        nonce = digest(f"nonce {index}".encode())[:12]
+        data = encode_frame(index, self.epoch, self.at_ms, self.state.digest, nonce, [encode_event(e) for e in events])
+        seal(self.state, index, digest(data))
+        self.frames.append(data)
+
+    def elected(self, epoch: int, scheduler: str) -> None:
+        self.epoch = epoch
+        self.frame(ev.LeaderElected(scheduler=scheduler))
+
+
+def read_frames(path: Path) -> list[bytes]:
+    """Return the frames of a golden file: 4 bytes of length, big-endian, before each."""
+    content, frames, at = path.read_bytes(), list[bytes](), 0
+    while at < len(content):
+        (size,) = _LENGTH.unpack_from(content, at)
+        frames.append(content[at + _LENGTH.size : at + _LENGTH.size + size])
+        at += _LENGTH.size + size
+    return frames
+
+
+def _registration(node: str) -> Registration:
+    gpus = tuple(Gpu(index=i, uuid=f"GPU-{node}-{i}", model="H100", memory_mib=81_559, healthy=i < 4) for i in range(5))
+    return Registration(
+        node=node, identity=f"identity of {node}", boot_id=f"boot of {node}", address=f"{node}.example.org",
+        agent_url=f"http://{node}.example.org:7070", gpus=gpus, cpus_milli=64_000, memory_mib=512_000,
+        labels={"rack": "r1", "zone": "a"}, agent_version="0.1.0", lease_ttl_s=30.0,
+    )  # fmt: skip
+
+
+def _parts(*nodes: str) -> tuple[ev.PlacedPart, ...]:
+    return tuple(ev.PlacedPart(n, (ev.PlacedRank(2 * i, (0,)), ev.PlacedRank(2 * i + 1, (1,)))) for i, n in enumerate(nodes))
+
+
+def record() -> list[bytes]:
+    """Return a day of a small cluster in which everything happens once."""
+    r = Recorder()
+    train = JobSpec(
+        command=("python", "train.py", "--epochs", "3"), name="llama", queue="research", priority=60,
+        gang=Gang(ranks=4, min_ranks=2, ranks_per_node=2),
+        resources=Resources(gpus=1, gpu_models=("H100", "A100"), cpus_milli=4_000, memory_mib=32_000),
+        env={"NCCL_DEBUG": "INFO"}, workdir="/work", time_limit_s=86_400.0, checkpoint=Checkpoint(path="/ckpt/llama", interval_s=600.0),
+        restart=Restart(on_rank_failure="rank", max_restarts=3, fail_exit_codes=(2, 3), fail_signals=("SIGABRT",), hang_timeout_s=300.0),
+        preemption=Preemption(signal="SIGUSR1", grace_s=60.0),
+    )  # fmt: skip
+    small = JobSpec(command=("true",))
+    keep = JobSpec(command=("serve",), priority=200, preemptible=False, on_disconnect="keep")
+
+    r.elected(17, "scheduler-a")
+    r.frame(*(ev.NodeJoined(registration=_registration(n)) for n in ("n1", "n2", "n3")))
+    r.frame(
+        ev.JobSubmitted(job="train", spec=train, user="ada", idempotency_key="k1", body_digest="d1", trace_id="0af7651916cd43dd"),
+        ev.JobSubmitted(job="small", spec=small), ev.JobSubmitted(job="keep", spec=keep), ev.JobSubmitted(job="late", spec=small),
+    )  # fmt: skip
+    r.frame(
+        ev.GangPlaced(job="train", generation=1, parts=_parts("n1", "n2"), reason="fits on two nodes of rack r1"),
+        ev.GangsDeferred(jobs=("small", "late"), code="queue_limit", message="over the limit", need={"gpus": 8}, have={"gpus": 4}),
+    )
+    r.frame(ev.NodePrepared(job="train", generation=1, node="n1", address="10.0.0.1", port=29_500))
+    r.frame(ev.PrepareFailed(job="train", generation=1, node="n2", message="port range exhausted"))
+    r.frame(
+        ev.GangRequeued(
+            job="train", generation=1, cause="prepare_failed", failure_class="infrastructure", message="n2 could not prepare",
+            avoid=(("n2", r.at_ms + 600_000),), not_before_ms=r.at_ms + 1_000,
+        )
+    )  # fmt: skip
+    r.frame(ev.PartReleased(job="train", node="n1"), ev.PartReleased(job="train", node="n2"))
+    r.frame(ev.GangPlaced(job="train", generation=2, parts=_parts("n1", "n3")))
+    r.frame(*(ev.NodePrepared(job="train", generation=2, node=n, address=n, port=29_501) for n in ("n1", "n3")))
+    r.frame(ev.GangReleased(job="train", generation=2, master_addr="10.0.0.1", master_port=29_501))
+    r.frame(*(ev.RanksStarted(job="train", generation=2, node=n, ranks=ranks) for n, ranks in (("n1", (0, 1)), ("n3", (2, 3)))))
+    r.frame(ev.ProgressReported(job="train", generation=2, step=1))
+    r.frame(ev.CheckpointReported(job="train", generation=2, step=100, path="/ckpt/llama/100"))
+    r.frame(ev.RanksExited(job="train", node="n3", exits=(ev.RankExit(3, 2, -9, "oom", "killed by the kernel"),)))
+    r.frame(ev.RankRestarting(job="train", generation=2, ranks=(3,), cause="rank_failed", failure_class="application", message="rank 3 died"))
+    r.frame(ev.RanksStarted(job="train", generation=3, node="n3", ranks=(3,)))
+    r.frame(ev.RanksExited(job="train", node="n1", exits=(ev.RankExit(0, 2, 1),)))
+    r.frame(
+        ev.GangRestarting(
+            job="train", generation=3, cause="rank_failed", failure_class="application", message="rank 0 exited with 1", lost_ranks=(0,)
+        )
+    )
+    r.frame(ev.GangPlaced(job="train", generation=4, parts=_parts("n1", "n3"), reason="same nodes"))
+    r.frame(ev.GangPlaced(job="keep", generation=1, parts=(ev.PlacedPart("n2", (ev.PlacedRank(0, ()),)),)))
+    r.frame(ev.RanksStarted(job="keep", generation=1, node="n2", ranks=(0,)))
+    r.frame(*(ev.NodePrepared(job="train", generation=4, node=n, address=n, port=29_502) for n in ("n1", "n3")))
+    r.frame(ev.GangReleased(job="train", generation=4, master_addr="10.0.0.1", master_port=29_502))
+    r.frame(*(ev.RanksStarted(job="train", generation=4, node=n, ranks=ranks) for n, ranks in (("n1", (0, 1)), ("n3", (2, 3)))))
+    r.frame(ev.NodeAdministered(node="n3", action="cordon", by="root", reason="ECC errors"))
+    r.frame(ev.NodeAdministered(node="n3", action="drain", by="root", reason="ECC errors", deadline_s=600.0))
+    r.frame(
+        ev.GangPreempting(
+            job="train", generation=4, cause="drain", message="n3 is drained", deadline_ms=r.at_ms + 60_000, grace_s=60.0
+        )
+    )  # fmt: skip
+    r.frame(ev.StopAcknowledged(job="train", generation=4, node="n1"), ev.StopAcknowledged(job="train", generation=4, node="n3"))
+    r.elected(40, "scheduler-b")
+    r.frame(
+        ev.GangRequeued(
+            job="train", generation=4, cause="drain", failure_class="infrastructure", message="n3 is drained", lost_nodes=("n3",),
+            lost_ranks=(2, 3), forgive=True,
+        )
+    )  # fmt: skip
+    r.frame(ev.PartReleased(job="train", node="n1"), ev.PartReleased(job="train", node="n3"))
+    r.frame(ev.NodeAdministered(node="n3", action="undrain", by="root"), ev.NodeAdministered(node="n3", action="uncordon", by="root"))
+    r.frame(ev.NodeLost(node="n2", cause="lease_expired", message="no sign of life for 30 s"))
+    r.frame(ev.BrakeSet(on=True, message="1 of 3 nodes lost within 60 s"), ev.BrakeSet(on=False, message="cleared", by="root"))
+    r.frame(ev.NodeAdministered(node="n2", action="confirm_dead", by="root"))
+    r.frame(ev.GangFinished(job="keep", outcome="failed", cause="node_lost", message="n2 is dead"))
+    r.frame(ev.JobStopRequested(job="small", by="ada", reason="not needed"))
+    r.frame(ev.GangFinished(job="small", outcome="cancelled", cause="stopped", message="stopped by ada", exit_code=143))
+    r.frame(ev.LeaderResigned(scheduler="scheduler-b"))
+    r.elected(41, "scheduler-a")
+    return r.frames
+
+
+def main() -> None:
+    if "--digest" not in sys.argv:
+        frames = record()
+        FRAMES.write_bytes(b"".join(_LENGTH.pack(len(f)) + f for f in frames))
+    frames = read_frames(FRAMES)
+    state = replay(frames)
+    expected = {"frames": len(frames), "log_digest": state.digest.hex(), "state_digest": state_digest(state)}
+    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
