@@ -1,0 +1,205 @@
+"""What the HTTP API says of a job and of a node: docs/api.md. Pure.
+
+Times that have not come yet and values that nobody has reported are null. Values of environment variables that look like secrets are hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from gangline.core.model.documents import RestartNotice
+from gangline.core.model.jobfile import to_json
+from gangline.core.model.spec import JobSpec
+from gangline.core.model.state import Job, JobState, Node, Rank
+
+#: names of environment variables whose values are never shown: the log keeps what was submitted, the API does not repeat it
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|(^|_)KEY($|_)|APIKEY|ACCESS_KEY", re.IGNORECASE)
+HIDDEN = "(hidden)"
+
+
+class JobRow(msgspec.Struct, frozen=True, gc=False):
+    """One line of the job list."""
+
+    id: str
+    name: str
+    queue: str
+    user: str
+    priority: int
+    state: JobState
+    generation: int
+    ranks: int
+    gpus: int
+    nodes: list[str]
+    submitted_at_ms: int
+    started_at_ms: int | None
+    ended_at_ms: int | None
+    #: why it waits, leaves, came back or ended; empty while all is well
+    reason: str
+
+
+class RankRow(msgspec.Struct, frozen=True):
+    """One rank of the current placement."""
+
+    rank: int
+    gpus: tuple[int, ...]
+    state: Literal["waiting", "running", "exited"]
+    exit_code: int | None
+
+
+class PartRow(msgspec.Struct, frozen=True):
+    """What of a gang is on one node."""
+
+    node: str
+    ranks: list[RankRow]
+
+
+class CheckpointRow(msgspec.Struct, frozen=True):
+    """The last checkpoint that the job reported."""
+
+    step: int
+    path: str
+
+
+class DeferredRow(msgspec.Struct, frozen=True):
+    """The recorded witness of why a gang is not placed."""
+
+    code: str
+    message: str
+    need: dict[str, int]
+    have: dict[str, int]
+
+
+class WholeJob(JobRow, frozen=True):
+    """Everything about one job that is not history."""
+
+    spec: dict[str, Any]
+    outcome: str | None
+    cause: str | None
+    exit_code: int | None
+    placement: list[PartRow]
+    restarts: int
+    last_restart: RestartNotice | None
+    step: int | None
+    checkpoint: CheckpointRow | None
+    deferred: DeferredRow | None
+    master: str | None
+
+
+class NodeRow(msgspec.Struct, frozen=True):
+    """One node."""
+
+    id: str
+    state: Literal["up", "lost"]
+    schedulable: bool
+    cordoned: bool
+    draining: bool
+    reason: str
+    address: str
+    gpus_total: int
+    gpus_free: int
+    #: models on this node joined by a comma; mostly one
+    gpu_model: str
+    cpus_total: float
+    cpus_free: float
+    memory_total_mib: int
+    memory_free_mib: int
+    #: ids of the jobs that hold something here, in order of placement
+    jobs: list[str]
+    labels: dict[str, str]
+    agent_version: str
+    lease_ttl_s: float
+
+
+def job_row(job: Job) -> JobRow:
+    """Return the line of the job list."""
+    spec = job.spec
+    ranks = job.world_size if job.parts else spec.gang.ranks
+    return JobRow(
+        job.id, spec.name, spec.queue, job.user, spec.priority, job.state, job.generation, ranks, ranks * spec.resources.gpus, list(job.parts),
+        job.submitted_at_ms, job.started_at_ms or None, job.ended_at_ms or None, _reason(job),
+    )  # fmt: skip
+
+
+def whole_job(job: Job) -> WholeJob:
+    """Return everything about a job; its spec in the job file's words."""
+    ended = job.state == "finished"
+    deferral = job.deferral
+    return WholeJob(
+        **msgspec.structs.asdict(job_row(job)),
+        spec=shown_spec(job.spec),
+        outcome=job.outcome or None,
+        cause=job.cause or None,
+        exit_code=job.exit_code if ended else None,
+        placement=[PartRow(node, [_rank_row(r, rank) for r, rank in part.ranks.items()]) for node, part in job.parts.items()],
+        restarts=job.restarts,
+        last_restart=job.restart,
+        step=job.step if job.step >= 0 else None,
+        checkpoint=CheckpointRow(job.checkpoint_step, job.checkpoint_path) if job.checkpoint_step >= 0 else None,
+        deferred=DeferredRow(deferral.code, deferral.message, deferral.need, deferral.have) if deferral is not None else None,
+        master=master(job),
+    )
+
+
+def node_row(node: Node) -> NodeRow:
+    """Return the line of the node list, which is all there is about a node."""
+    reg = node.registration
+    return NodeRow(
+        id=reg.node,
+        state=node.status,
+        schedulable=node.schedulable,
+        cordoned=node.cordoned,
+        draining=node.draining,
+        reason=node.reason,
+        address=reg.address,
+        gpus_total=len(reg.gpus),
+        gpus_free=len(node.free_gpus),
+        gpu_model=", ".join(dict.fromkeys(g.model for g in reg.gpus)),
+        cpus_total=reg.cpus_milli / 1000,
+        cpus_free=node.free_cpus_milli / 1000,
+        memory_total_mib=reg.memory_mib,
+        memory_free_mib=node.free_memory_mib,
+        jobs=list(node.holdings),
+        labels=reg.labels,
+        agent_version=reg.agent_version,
+        lease_ttl_s=reg.lease_ttl_s,
+    )
+
+
+def master(job: Job) -> str | None:
+    """Return where the ranks of the current generation meet, as host:port, None before that is known."""
+    if not job.master_addr:
+        return None
+    host = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
+    return f"{host}:{job.master_port}"
+
+
+def shown_spec(spec: JobSpec) -> dict[str, Any]:
+    """Return the spec in the job file's words, without its secrets."""
+    return to_json(without_secrets(spec))
+
+
+def without_secrets(spec: JobSpec) -> JobSpec:
+    """Return the spec with the values of secret variables hidden."""
+    if not any(_SECRET.search(name) for name in spec.env):
+        return spec
+    return msgspec.structs.replace(spec, env={k: HIDDEN if _SECRET.search(k) else v for k, v in spec.env.items()})
+
+
+def _reason(job: Job) -> str:
+    if job.state == "finished":
+        return job.message
+    if job.stop:
+        return job.stop
+    if job.state == "queued":
+        return job.deferral.message if job.deferral is not None else job.restart.message if job.restart is not None else ""
+    if job.state == "preempting" and job.notice is not None:
+        return job.notice.message
+    return job.restart.message if job.state == "restarting" and job.restart is not None else ""
+
+
+def _rank_row(number: int, rank: Rank) -> RankRow:
+    state: Literal["waiting", "running", "exited"] = "exited" if rank.exited else "running" if rank.started else "waiting"
+    return RankRow(number, rank.gpus, state, rank.exit_code if rank.exited else None)
