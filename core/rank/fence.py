@@ -73,7 +73,12 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
             if kind is None:
-                flush_tree(self._partial)
+                try:
+                    flush_tree(self._partial)
+                except FileNotFoundError:
+                    # Either nothing was written, or a newer generation has cleared it away.
+                    claim(self._directory, self._context)
+                    raise
                 self._commit()
         finally:
             remove(self._partial)

@@ -102,8 +102,9 @@ def train(options: argparse.Namespace, directory: Path, saved: Path | None, exch
     if step < options.steps:
         rank.acknowledge()
         if chief:
-            notice = rank.stop_notice()
-            print(f"leaving step={step} checkpoint={saved_step} cause={notice.cause if notice else 'SIGTERM'}", flush=True)
+            asked = rank.stop_notice()
+            cause = asked.cause if asked else "SIGTERM" if rank.should_stop() else "another rank was asked"
+            print(f"leaving step={step} checkpoint={saved_step} cause={cause}", flush=True)
         return EXIT_ASKED_TO_LEAVE
     if chief:
         accuracy = model.accuracy(images[-HELD_OUT:], labels[-HELD_OUT:])
