@@ -178,10 +178,10 @@ class Client:
         patience = LEADERLESS_PATIENCE_S if isinstance(cause, ApiError) else UNREACHABLE_PATIENCE_S
         if self._on_wait is not None:
             self._on_wait(str(cause))
-        from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+        from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
         retrying = Retrying(
-            wait=wait_exponential_jitter(initial=0.2, max=2.0, jitter=0.2),
+            wait=wait_random_exponential(multiplier=0.2, max=2.0),
             stop=stop_after_delay(patience),
             retry=retry_if_exception_type(_Again),
             reraise=True,

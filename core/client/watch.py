@@ -275,3 +275,37 @@ def drain(reader: LogReader, job: Job) -> None:
     while generation and reader.read(generation) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     reader.finish()
+
+
+def wait_for(client: Client, ids: list[str], *, timeout_s: float, propagate: bool, quiet: bool = False) -> int:
+    """Wait for all the jobs, say how each ended, and return the exit code of the first that did not succeed."""
+    code = exits.DONE
+    try:
+        for job_id in ids:
+            job = Waiter(client, job_id, timeout_s=timeout_s, progress=Progress(quiet=quiet)).wait()
+            if not quiet:
+                click.echo(fate(job), err=True)
+            code = code or exit_code(job, propagate=propagate)
+    except KeyboardInterrupt:
+        raise detached(ids) from None
+    return code
+
+
+def follow_to_end(client: Client, job_id: str, *, timeout_s: float, propagate: bool, colour: bool) -> int:
+    """Print a job's output until its end, say how it ended, and return what that means."""
+    progress = Progress()
+    try:
+        job = client.job(job_id).body
+        over = attach(client, job, Waiter(client, job_id, timeout_s=timeout_s, progress=progress), progress, colour=colour)
+    except KeyboardInterrupt:
+        progress.clear()
+        raise detached([job_id]) from None
+    click.echo(f"gangline: {fate(over)}", err=True)
+    return exit_code(over, propagate=propagate)
+
+
+def detached(ids: list[str]) -> exits.Exit:
+    """Say that only the looking on has ended, and return the end of the command."""
+    goes = "the job goes on" if len(ids) == 1 else "the jobs go on"
+    click.echo(f"\ngangline: detached, {goes}. Look on: gangline logs -f {ids[0]}; stop: gangline stop {' '.join(ids)}", err=True)
+    return exits.Exit(exits.INTERRUPTED)

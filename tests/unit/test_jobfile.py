@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gangline.core.model import jobfile
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec, parse_yaml, to_json
 from gangline.core.model.problems import BadJob, Problem
 from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart
@@ -340,3 +343,15 @@ def test_sizes_without_their_unit_say_what_was_meant() -> None:
 def test_number_of_problems_is_bounded() -> None:
     assert len(refused(env={f"GANGLINE_{i}": "x" for i in range(500)})) == 100
     assert len(refused_yaml("command: [a]\nenv:\n" + "  A: x\n" * 500)) == 100
+
+
+def test_manual_has_every_field_and_its_examples_are_jobs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "jobfile.md").read_text()
+    for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
+        assert parse_yaml(block)
+    listed = set(re.findall(r"^\| `([a-z_.]+)` \|", text, re.MULTILINE))
+    fields = {name for name, value in jobfile._JOB.items() if name not in ("gang", "resources", "checkpoint", "restart", "preemption")}
+    nested = {"gang": jobfile._GANG, "resources": jobfile._RESOURCES, "checkpoint": jobfile._CHECKPOINT, "preemption": jobfile._PREEMPTION}
+    fields |= {f"{section}.{name}" for section, names in nested.items() for name in names}
+    fields |= {f"restart.{name}" for name in jobfile._RESTART if name not in ("backoff", "exit_codes", "signals")}
+    assert listed == fields | {"restart.backoff.initial", "restart.backoff.max", "restart.exit_codes.fail", "restart.signals.fail"}

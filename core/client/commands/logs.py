@@ -7,11 +7,10 @@ import sys
 import click
 
 from gangline.core.client import exits
-from gangline.core.client.commands.submit import detached
 from gangline.core.client.options import client_of, job_argument, user_of
 from gangline.core.client.output import colours
 from gangline.core.client.progress import Progress
-from gangline.core.client.watch import MAX_FOLLOWED, LogReader, Waiter, drain, fate, resolve
+from gangline.core.client.watch import MAX_FOLLOWED, LogReader, Waiter, detached, drain, fate, resolve
 
 
 @click.command()
@@ -19,7 +18,7 @@ from gangline.core.client.watch import MAX_FOLLOWED, LogReader, Waiter, drain, f
 @click.option("-f", "--follow", is_flag=True, help="Go on printing until the job has ended.")
 @click.option("--rank", "chosen", default="", metavar="N,A-B", help="These ranks only, e.g. 0 or 0,4-7.")
 @click.option("--generation", type=click.IntRange(1), default=None, help="Of this incarnation of the gang; without it, of the newest.")
-@click.option("--tail", type=click.IntRange(1), default=0, metavar="BYTES", help="Only about the last BYTES of each rank.")
+@click.option("--tail", type=click.IntRange(0), default=0, metavar="LINES", help="Only the last LINES of each rank.")
 @click.option("--prefix/--no-prefix", default=None, help="Put the rank in front of each line [on a terminal, when there are several].")
 @click.pass_context
 def logs(ctx: click.Context, job: str, follow: bool, chosen: str, generation: int | None, tail: int, prefix: bool | None) -> int:

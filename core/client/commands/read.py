@@ -16,6 +16,8 @@ from gangline.core.client.watch import fate, label, reason, resolve
 from gangline.core.model.units import format_duration
 
 Row = Mapping[str, Any]
+#: states of jobs that are not over
+ACTIVE = "queued,placed,preparing,running,restarting,preempting"
 
 
 def ago(at_ms: int | None) -> str:
@@ -41,6 +43,11 @@ def clock(at_ms: int | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ms / 1000))
 
 
+def _nodes(row: Row) -> str:
+    nodes = row.get("nodes") or []
+    return cell(nodes) if len(nodes) <= 2 else f"{len(nodes)} nodes"
+
+
 def _state(row: Row) -> str:
     return cell(row.get("outcome") or row["state"]) if row["state"] == "finished" else cell(row["state"])
 
@@ -55,7 +62,7 @@ PS: tuple[Column, ...] = (
     ("STATE", _state),
     ("RANKS", lambda r: cell(r.get("ranks"))),
     ("GPUS", lambda r: cell(r.get("gpus"))),
-    ("NODES", lambda r: cell(r.get("nodes"))),
+    ("NODES", _nodes),
     ("SINCE", _since),
     ("REASON", lambda r: cell(r.get("reason"))),
 )
@@ -90,7 +97,7 @@ def ps(
     out: Output,
 ) -> None:
     """List jobs, newest first; without -a those that have not ended."""
-    wanted = state or (None if everything or name else "active")
+    wanted = state or (None if everything or name else ACTIVE)
     rows, more = client_of(ctx).jobs(limit, state=wanted, queue=queue, user=user_of(ctx) if mine else user, name=name)
     out.rows(rows, PS, PS_WIDE, "jobs")
     if out.for_people and not rows:

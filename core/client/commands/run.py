@@ -9,9 +9,10 @@ import click
 
 from gangline.core.client import exits
 from gangline.core.client.api import new_key
-from gangline.core.client.commands.submit import announce, follow_to_end, send
+from gangline.core.client.commands.submit import announce, send
 from gangline.core.client.options import client_of, output_options, timeout_option
 from gangline.core.client.output import Output, clean, colours
+from gangline.core.client.watch import follow_to_end
 from gangline.core.model.jobfile import parse_json_spec, to_json
 from gangline.core.model.problems import BadJob, Problem
 

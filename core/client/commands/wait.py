@@ -5,10 +5,9 @@ from __future__ import annotations
 import click
 
 from gangline.core.client import exits
-from gangline.core.client.commands.submit import detached, wait_for
 from gangline.core.client.options import client_of, job_argument, timeout_option, user_of
 from gangline.core.client.progress import Progress
-from gangline.core.client.watch import Waiter, ended, exit_code, fate, label, resolve
+from gangline.core.client.watch import Waiter, detached, ended, exit_code, fate, label, resolve, wait_for
 
 
 @click.command()
