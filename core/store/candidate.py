@@ -53,7 +53,7 @@ def decode(value: bytes) -> Candidate | None:
 
 def is_gone(other: Candidate, me: Candidate) -> bool:
     """Tell whether `other` was provably a process of this host that has ended. Pids are compared in our namespace only."""
-    if not me.boot_id or (other.boot_id, other.pid_namespace) != (me.boot_id, me.pid_namespace):
+    if other.pid < 1 or not me.boot_id or (other.boot_id, other.pid_namespace) != (me.boot_id, me.pid_namespace):
         return False
     try:
         # /proc may hide the processes of other users (hidepid); the kernel's answer to signal 0 does not.
