@@ -141,8 +141,8 @@ class Client:
         return self.request("POST", f"/v1/nodes/{segment(node)}:{action}", body=body, repeat=True)
 
     def logs(self, job: str, query: Query) -> Answer:
-        """Return bytes of one rank's log. The body is bytes."""
-        return self.request("GET", f"/v1/jobs/{segment(job)}/logs", query, repeat=True, raw=True)
+        """Return bytes of one rank's log. The body is bytes. Is not repeated: a node that cannot be reached may stay so."""
+        return self.request("GET", f"/v1/jobs/{segment(job)}/logs", query, repeat=True, patient=False, raw=True)
 
     # ------------------------------------------------------------ requests
 
@@ -163,9 +163,10 @@ class Client:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
         repeat: bool = False,
+        patient: bool = True,
         raw: bool = False,
     ) -> Answer:
-        """Carry out one request, at one endpoint after the other. Raises ApiError or Unreachable."""
+        """Carry out one request, at one endpoint after the other; `patient`: round after round. Raises ApiError or Unreachable."""
         target, data = _target(path, query), None if body is None else json.dumps(body, allow_nan=False).encode()
 
         def attempt() -> Answer:
@@ -175,6 +176,8 @@ class Client:
             return attempt()
         except _Again as again:
             cause = again.cause
+        if not patient:
+            raise cause
         patience = LEADERLESS_PATIENCE_S if isinstance(cause, ApiError) else UNREACHABLE_PATIENCE_S
         if self._on_wait is not None:
             self._on_wait(str(cause))

@@ -49,11 +49,13 @@ def ended(job: Job) -> bool:
 
 def fate(job: Job) -> str:
     """Say in one sentence how a job ended, or where it is."""
-    who = label(job)
-    if not ended(job):
-        return f"{who} is {job['state']}"
+    return f"{label(job)} {end(job)}" if ended(job) else f"{label(job)} is {job['state']}"
+
+
+def end(job: Job) -> str:
+    """Say how a job that is over ended."""
     cause = job.get("reason") or job.get("cause") or ""
-    text = f"{who} {job.get('outcome') or 'finished'}"
+    text = str(job.get("outcome") or "finished")
     started, over = job.get("started_at_ms"), job.get("ended_at_ms")
     if started and over:
         text += f" after {format_duration(max(0, round((over - started) / 1000)))}"
@@ -129,7 +131,8 @@ class Waiter:
                 self._progress.clear()
                 return dict(job)
             self._check(job)
-            self._progress.update(phase(job))
+            if meanwhile is None or job["state"] != "running":  # a running job speaks for itself
+                self._progress.update(phase(job))
             pause = POLL_S if busy else min(IDLE_POLL_S, pause * 1.2)
             time.sleep(pause)
 
@@ -156,13 +159,15 @@ def _has_run(job: Job) -> bool:
 class _RankLog:
     """How far one rank's log has been read."""
 
-    __slots__ = ("colour", "generation", "offset", "partial", "rank")
+    __slots__ = ("colour", "generation", "missed", "offset", "partial", "rank")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.generation = 0
         self.offset = 0
         self.partial = b""
+        #: the last attempt failed, and that was said
+        self.missed = False
         self.colour = _RANK_COLOURS[rank % len(_RANK_COLOURS)]
 
 
@@ -214,10 +219,14 @@ class LogReader:
             try:
                 answer = self._client.logs(self._job, query)
             except ApiError as error:
-                if error.status in (404, 416):
-                    return found
-                raise
+                if error.status not in (404, 416, 429, 502, 503, 504):
+                    raise
+                if error.status > 416 and not log.missed:
+                    click.echo(f"gangline: rank {log.rank}: {clean(str(error))} [{error.code}]", err=True)
+                log.missed = error.status > 416
+                return found
             data: bytes = answer.body
+            log.missed = False
             start = answer.headers.get("gangline-log-offset", "")
             at = int(start) if start.isdecimal() else log.offset
             if log.offset and at > log.offset:

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import pytest
 
 from gangline.core.client import api, cli, exits, output, watch
+from gangline.core.client.codes import CODES
 from gangline.core.client.commands import events as events_command
 from gangline.core.client.commands import nodes as nodes_command
 from gangline.core.client.commands import run as run_command
@@ -477,6 +478,8 @@ def test_show_says_everything(server: FakeScheduler, run: Run) -> None:
     assert "0-3" in out
     assert "hang: no step" in out
     assert "  command:" in out
+    server.routes["GET", "/v1/jobs/j1"] = Reply(finished(outcome="failed", name="a", reason="rank 1 exited with 7"))
+    assert "state        failed after 1m3s: rank 1 exited with 7" in run("show", "j1").out
 
 
 def test_last_is_my_newest_job(server: FakeScheduler, run: Run) -> None:
@@ -564,6 +567,17 @@ def test_logs_that_were_rotated_away_say_so(server: FakeScheduler, run: Run) -> 
     assert run("logs", "j1").out == "abc\n[gangline: 7 bytes of this log are no longer kept]\nxyz"
 
 
+def test_logs_of_a_node_that_cannot_be_reached_leave_the_others_readable(server: FakeScheduler, run: Run) -> None:
+    server.routes["GET", "/v1/jobs/j1"] = Reply(job(ranks=2))
+    lost = refusal(502, "agent_unreachable", "n1 does not answer")
+    server.routes["GET", "/v1/jobs/j1/logs"] = lambda request: (
+        lost if request.query["rank"] == "0" else Reply(b"one\n" if "offset" not in request.query else b"")
+    )
+    ran = run("logs", "j1")
+    assert (ran.code, ran.out) == (0, "one\n")
+    assert ran.err == "gangline: rank 0: n1 does not answer [agent_unreachable]\n"
+
+
 # ---------------------------------------------------------------- stopping, nodes
 
 
@@ -633,6 +647,13 @@ def test_explain(run: Run) -> None:
     listed = run("explain").out
     source = "".join(path.read_text() for path in [*(ROOT / "core" / "model").glob("*.py"), *(ROOT / "core" / "client").rglob("*.py")])
     assert set(re.findall(r"GL-\d{4}", source)) <= set(re.findall(r"GL-\d{4}", listed))
+
+
+def test_every_code_of_the_schedulers_is_explained() -> None:
+    source = "".join(path.read_text() for folder in ("leader", "core/policy") for path in (ROOT / folder).glob("*.py"))
+    found = set(re.findall(r"""(?:Refusal|Refused)\(\s*(?:\d{3}, )?"([a-z_]+)",""", source))
+    assert len(found) > 20
+    assert found - set(CODES) == set(), "explain these in core/client/codes.py"
 
 
 # ---------------------------------------------------------------- the client

@@ -12,7 +12,7 @@ import click
 from gangline.core.client import exits
 from gangline.core.client.options import client_of, job_argument, output_options, user_of
 from gangline.core.client.output import Column, Output, cell, clean, table
-from gangline.core.client.watch import fate, label, reason, resolve
+from gangline.core.client.watch import end, ended, label, reason, resolve
 from gangline.core.model.units import format_duration
 
 Row = Mapping[str, Any]
@@ -131,7 +131,7 @@ def show(ctx: click.Context, job: str, out: Output) -> None:
 
 def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what is worth saying about a job, first what happens to it and why."""
-    facts = [("job", label(job)), ("state", fate(job).partition(" ")[2] if job["state"] == "finished" else cell(job["state"]))]
+    facts = [("job", label(job)), ("state", end(job) if ended(job) else cell(job["state"]))]
     if job["state"] == "queued" and reason(job):
         deferred = job.get("deferred") or {}
         facts.append(("waits", f"{reason(job)} [{cell(deferred.get('code'))}]"))

@@ -30,7 +30,7 @@ _PATIENCE_S = 60.0
 _PATIENCE_PER_PROCESS_S = 6.0
 #: how long a process may take to end by itself
 _STOP_PATIENCE_S = 20.0
-_RANK_PATIENCE_S = 5.0
+_RANK_PATIENCE_S = 10.0
 _KILL_PATIENCE_S = 10.0
 
 
@@ -56,13 +56,12 @@ class LocalCluster:
         lease_ttl_s: float = 8.0,
         leader_ttl_s: float = 6.0,
         cluster: str = "local",
-        stop_ranks: bool = True,
         agent_options: Mapping[str, str] = {},
         etcd_options: Mapping[str, str] = {},
         log_level: str = "info",
         say: Callable[[str], None] = _silent,
     ) -> None:
-        """`stop_ranks`: an agent that is asked to end stops its ranks first; `*_options` are flags without their dashes."""
+        """`agent_options` and `etcd_options` are more flags for those processes, without their dashes."""
         self._layout = Layout(Path(state_dir))
         self._nodes = nodes
         self._gpus = gpus
@@ -72,7 +71,6 @@ class LocalCluster:
         self._lease_ttl_s = lease_ttl_s
         self._leader_ttl_s = leader_ttl_s
         self._cluster = cluster
-        self._stop_ranks = stop_ranks
         self._agent_options = agent_options
         self._etcd_options = etcd_options
         self._log_level = log_level
@@ -159,7 +157,7 @@ class LocalCluster:
         return self._layout.processes()[name]
 
     def restart(self, name: str, number: int = signal.SIGTERM, *, wait: bool = True) -> Process:
-        """End one process with a signal and start it again. SIGTERM lets an agent stop its ranks first (see `stop_ranks`), SIGKILL does not."""
+        """End one process with a signal and start it again. The ranks of an agent go on meanwhile, and it adopts them."""
         process = self._layout.processes().get(name)
         if process is not None and process.signal(number):
             process.signal(signal.SIGCONT)
@@ -181,7 +179,8 @@ class LocalCluster:
     def stop(self) -> bool:
         """End everything that was started here, ranks too. False when nothing ran. Safe to be called at any time.
 
-        Schedulers go first: a leader that saw all nodes leave would decide something about that, for nobody.
+        Schedulers go first: a leader that saw all nodes leave would decide something about that, for nobody. Ranks go last of what uses
+        etcd, and not by the hand of their agents: how they ended is then on disk, and the next `start` restarts their gangs.
         """
         if not self._layout.root.is_dir():
             return False
@@ -189,8 +188,8 @@ class LocalCluster:
             processes = list(self.processes.values())
             ran = any(p.alive for p in processes) or bool(self._layout.ranks(boot_id()))
             self._stop_all([p for p in processes if p.kind == "scheduler"], "schedulers")
-            self._stop_all([p for p in processes if p.kind == "agent"], "agents and their ranks")
-            self._stop_ranks_left()
+            self._stop_all([p for p in processes if p.kind == "agent"], "agents")
+            self._stop_ranks()
             self._stop_all([p for p in processes if p.kind == "etcd"], "etcd")
             for process in processes:
                 self._layout.forget(process.name)
@@ -215,12 +214,12 @@ class LocalCluster:
         wait_gone(named, _KILL_PATIENCE_S)
         self._reap()
 
-    def _stop_ranks_left(self) -> None:
-        """End the ranks of agents that could not: first through their supervisors, which end the whole tree of processes."""
+    def _stop_ranks(self) -> None:
+        """End the ranks: first through their supervisors, which end the whole tree of processes and write down how it ended."""
         ranks = self._layout.ranks(boot_id())
         if not ranks:
             return
-        self._say(f"ending {len(ranks)} ranks that their agents have left")
+        self._say(f"ending {len(ranks)} ranks")
         supervisors = [(r.supervisor, r.supervisor_start) for r in ranks]
         for identity in supervisors:
             send(*identity, signal.SIGTERM)
@@ -328,7 +327,7 @@ class LocalCluster:
             "node": name, "gpus": f"sim:{description.gpu_model}x{description.gpus}" if description.gpus else "none",
             "cpus": str(NODE_CPUS), "memory": NODE_MEMORY, "lease-ttl": f"{self._lease_ttl_s:g}", **common, **self._agent_options,
         }  # fmt: skip
-        return [sys.executable, "-m", "gangline.nodeagent", *_flags(options), *(["--stop-ranks"] if self._stop_ranks else [])]
+        return [sys.executable, "-m", "gangline.nodeagent", *_flags(options)]
 
     # ------------------------------------------------------------ readiness
 

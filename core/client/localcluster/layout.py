@@ -1,10 +1,10 @@
 """What a local cluster keeps on disk, and the ports it listens on.
 
-    cluster.json      a Description: where it is reached and how large it is; outlives `down`
-    run/<name>.json   a Process, written as soon as it was started
-    logs/<name>.log   what the process prints
-    <name>/           its data: e1 etcd, s1 s2 schedulers, n1 n2 … agents
-    lock              held while somebody starts or ends processes
+cluster.json      a Description: where it is reached and how large it is; outlives `down`
+run/<name>.json   a Process, written as soon as it was started
+logs/<name>.log   what the process prints
+<name>/           its data: e1 etcd, s1 s2 schedulers, n1 n2 … agents
+lock              held while somebody starts or ends processes
 """
 
 from __future__ import annotations
