@@ -80,7 +80,8 @@ class Log:
         """Write the frame `data` at `index`, exactly once, and return the store revision that wrote it.
 
         `nonce` is the random part of `data` that no other frame has. Raises Fenced (not written, and never will be), Unsettled,
-        TooLarge (not written), OutOfSpace (perhaps written: append the same frame again later, and nothing else before it).
+        TooLarge (not written), OutOfSpace (perhaps written: append the same frame again later, and nothing else before it). A cancelled
+        append is as one that is Unsettled.
         """
         if len(nonce) < _NONCE_BYTES_MIN or nonce not in data:
             raise ValueError(f"append at index {index}: the frame does not contain its nonce of at least {_NONCE_BYTES_MIN} bytes")
