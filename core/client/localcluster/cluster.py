@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 from gangline.core.client.api import Client
 from gangline.core.client.localcluster import etcd as etcd_server
 from gangline.core.client.localcluster.layout import ClusterError, Description, Layout, SizeConflict, free_ports, port_is_free
-from gangline.core.client.localcluster.process import Kind, Process, boot_id, is_alive, send, spawn, start_time_of, wait_gone
+from gangline.core.client.localcluster.process import Kind, Process, boot_id, send, send_to_group, spawn, start_time_of, wait_gone
 
 _POLL_S = 0.1
 #: what a simulated node says it has beside its GPUs; nothing holds ranks to it
@@ -32,6 +31,8 @@ _PATIENCE_PER_PROCESS_S = 6.0
 _STOP_PATIENCE_S = 20.0
 _RANK_PATIENCE_S = 10.0
 _KILL_PATIENCE_S = 10.0
+#: one that was just being started may show itself only after the others have ended
+_RANK_ROUNDS = 3
 
 
 def _silent(_line: str) -> None:
@@ -216,24 +217,21 @@ class LocalCluster:
 
     def _stop_ranks(self) -> None:
         """End the ranks: first through their supervisors, which end the whole tree of processes and write down how it ended."""
-        ranks = self._layout.ranks(boot_id())
-        if not ranks:
-            return
-        self._say(f"ending {len(ranks)} ranks")
-        supervisors = [(r.supervisor, r.supervisor_start) for r in ranks]
-        for identity in supervisors:
-            send(*identity, signal.SIGTERM)
-        wait_gone(supervisors, _RANK_PATIENCE_S)
-        for rank in self._layout.ranks(boot_id()):
-            if is_alive(rank.pid, rank.pid_start):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    # A rank leads a group of its own, and holds its number while it lives.
-                    if os.getpgid(rank.pid) == rank.pid:
-                        os.killpg(rank.pid, signal.SIGKILL)
-                send(rank.pid, rank.pid_start, signal.SIGKILL)
-        for identity in wait_gone(supervisors, 1.0):
-            send(*identity, signal.SIGKILL)
-        wait_gone(supervisors, _KILL_PATIENCE_S)
+        for _ in range(_RANK_ROUNDS):
+            ranks = self._layout.ranks(boot_id())
+            if not ranks:
+                return
+            self._say(f"ending {len(ranks)} ranks")
+            supervisors = [(r.supervisor, r.supervisor_start) for r in ranks]
+            for identity in supervisors:
+                send(*identity, signal.SIGTERM)
+                send(*identity, signal.SIGCONT)
+            wait_gone(supervisors, _RANK_PATIENCE_S)
+            for rank in self._layout.ranks(boot_id()):
+                send_to_group(rank.pid, rank.pid_start, signal.SIGKILL)
+            for identity in wait_gone(supervisors, 1.0):
+                send(*identity, signal.SIGKILL)
+            wait_gone(supervisors, _KILL_PATIENCE_S)
 
     # ------------------------------------------------------------ sizes and addresses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -75,6 +76,15 @@ def send(pid: int, start_time: int, number: int) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+def send_to_group(pid: int, start_time: int, number: int) -> None:
+    """Send a signal to the process with that pid and start time, and to the group that it leads."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        # A group keeps the number of its leader from being given away for as long as that one lives.
+        if is_alive(pid, start_time) and os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+    send(pid, start_time, number)
 
 
 def wait_gone(processes: Iterable[tuple[int, int]], patience_s: float) -> list[tuple[int, int]]:
