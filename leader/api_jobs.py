@@ -1,0 +1,260 @@
+"""Jobs over HTTP: submit, list, look at, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+from collections.abc import Iterator
+from typing import Any, cast, get_args
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from gangline.core.model.jobfile import MAX_BYTES, MAX_JOBS, parse_json_spec
+from gangline.core.model.problems import BadJob, Problem
+from gangline.core.model.spec import JobSpec
+from gangline.core.model.state import Job, JobState, State
+from gangline.core.model.strict_json import load_json
+from gangline.leader.api_context import Context, unknown_outcome
+from gangline.leader.api_http import MAX_BODY, Params, Refusal, bad_input, printable_header, problem
+from gangline.leader.commands import Accepted, Command, Refused, Stop, Submit
+from gangline.leader.rows import JobRow, job_row, whole_job
+
+MAX_PAGE = 500
+MAX_KEY = 255
+MAX_USER = 255
+MAX_REASON = 1000
+
+#: specs of a batch that are read in one go before others get a turn
+_BATCH_STEP = 100
+
+#: characters of the ids that we make: lower-case base 32 without what is easily misread
+_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
+_ACTIVE = frozenset({"placed", "preparing", "running", "restarting", "preempting"})
+_STATES = frozenset(get_args(JobState))
+
+
+def new_job_id() -> str:
+    """Return a fresh id: "j" and 35 random bits."""
+    bits = int.from_bytes(os.urandom(5)) >> 5
+    return "j" + "".join(_ALPHABET[(bits >> shift) & 31] for shift in (30, 25, 20, 15, 10, 5, 0))
+
+
+def find_job(state: State, ref: str) -> Job:
+    """Return the job with this id, else the newest of this name, else the one whose id begins so. Raises Refusal 404 or 409."""
+    if (job := state.jobs.get(ref)) is not None:
+        return job
+    if (live := state.names.get(ref)) is not None:
+        return state.jobs[live]
+    found: list[Job] = []
+    for job in reversed(state.jobs.values()):
+        if job.spec.name == ref and ref:
+            return job
+        if job.id.startswith(ref):
+            found.append(job)
+    if not found or not ref:
+        raise Refusal(404, "no_such_job", f"there is no job {ref[:100]!r}, by id, name or beginning of an id")
+    if len(found) > 1:
+        candidates = [job.id for job in found[:10]]
+        raise Refusal(409, "ambiguous", f"{len(found)} jobs have an id that begins with {ref!r}: {', '.join(candidates)}", candidates=candidates)
+    return found[0]
+
+
+class JobRoutes:
+    """The routes under /v1/jobs but for story and logs."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        #: cursors of another process do not work here, which costs a client one new listing
+        self._seal = os.urandom(16)
+
+    # ---------------------------------------------------------------- writes
+
+    async def submit(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """POST /v1/jobs."""
+        headers = request.headers
+        key = printable_header(request, "Idempotency-Key", MAX_KEY) if "Idempotency-Key" in headers else ""
+        user = user_of(request) if "Gangline-User" in headers else ""
+        try:
+            spec = parse_json_spec(body)
+        except BadJob as e:
+            raise bad_input(e.problems) from None
+        context = self._context
+        tracing = context.metrics.telemetry
+        with tracing.span("submit", traceparent=headers.get("traceparent", "") if tracing.tracing else "") as span:
+            command = Submit(new_job_id(), spec, user, key, body_digest(spec, user) if key else "", span.trace_id)
+            accepted = await context.execute_one(command)
+            span.at(accepted.index)
+        answer = {"job": accepted.subject, "name": spec.name, "state": "queued", "index": accepted.index}
+        if not accepted.replayed:
+            return context.answer(answer, status=201, index=accepted.index)
+        state = await context.view(accepted.index, 1.0)
+        if (job := state.jobs.get(accepted.subject)) is not None:
+            answer["state"] = job.state
+        return context.answer(answer, headers={"Idempotent-Replayed": "true"})
+
+    async def submit_batch(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """POST /v1/jobs:batch. Every job is accepted or refused by itself."""
+        key = printable_header(request, "Idempotency-Key", MAX_KEY - 5)
+        user = user_of(request)
+        items = _batch_items(body)
+        results: list[Any] = [None] * len(items)
+        commands: list[Command] = []
+        places: list[int] = []
+        for i, item in enumerate(items):
+            if i % _BATCH_STEP == _BATCH_STEP - 1:
+                await asyncio.sleep(0)  # others, the lease among them, get their turn
+            try:
+                spec, own_key = _batch_item(item, f"{key}-{i}" if key else "", measured=len(body) > MAX_BYTES)
+            except BadJob as e:
+                results[i] = {"problem": bad_input(e.problems).document}
+                continue
+            commands.append(Submit(new_job_id(), spec, user, own_key, body_digest(spec, user) if own_key else ""))
+            places.append(i)
+        index = 0
+        if commands:
+            outcomes = await self._context.execute(commands)
+            for i, command, outcome in zip(places, commands, outcomes, strict=True):
+                results[i] = _batch_result(command, outcome)
+                if isinstance(outcome, Accepted):
+                    index = max(index, outcome.index)
+        else:
+            index = (await self._context.view()).index
+        return self._context.answer({"results": results, "index": index}, index=index)
+
+    async def stop(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """DELETE /v1/jobs/{job}."""
+        params = Params(request, "reason")
+        reason = params.text("reason", MAX_REASON)
+        params.check()
+        job = find_job(await self._context.view(), request.match_info["job"])
+        accepted = await self._context.execute_one(Stop(job.id, by=user_of(request), reason=reason))
+        state = await self._context.view(accepted.index, 1.0)
+        job = state.jobs.get(job.id, job)
+        answer = {"job": job.id, "state": job.state, "index": max(accepted.index, job.index)}
+        return self._context.answer(answer, status=200 if job.state == "finished" else 202)
+
+    # ---------------------------------------------------------------- reads
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/jobs/{job}."""
+        state = await self._context.read(Params(request, "min_index", "wait"))
+        return self._context.answer(whole_job(find_job(state, request.match_info["job"])), index=state.index)
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/jobs: pages go from the newest job to older ones, and leave out what was submitted after the first page."""
+        params = Params(request, "state", "queue", "user", "name", "limit", "cursor", "min_index", "wait")
+        states = _states(params)
+        queue, user, name = params.text("queue"), params.text("user"), params.text("name")
+        limit = params.number("limit", 1, MAX_PAGE, 100)
+        first_index, below = self._open_cursor(params)
+        state = await self._context.read(params)
+        rows: list[JobRow] = []
+        more = False
+        for job in _newest_first(state, states):
+            if below and (job.number >= below or job.submitted_index > first_index):
+                continue
+            if states and job.state not in states:
+                continue
+            if (queue and job.spec.queue != queue) or (user and job.user != user) or (name and job.spec.name != name):
+                continue
+            if len(rows) == limit:
+                more = True
+                break
+            rows.append(job_row(job))
+            last = job.number
+        cursor = self._seal_cursor(first_index or state.index, last) if more else None
+        return self._context.answer({"jobs": rows, "cursor": cursor}, index=state.index)
+
+    def _seal_cursor(self, index: int, number: int) -> str:
+        """Return an opaque cursor: the index of the listing's first page and the number of the last job shown."""
+        text = f"{index}.{number}".encode()
+        return base64.urlsafe_b64encode(self._mac(text) + text).decode().rstrip("=")
+
+    def _open_cursor(self, params: Params) -> tuple[int, int]:
+        cursor = params.text("cursor")
+        if not cursor:
+            return 0, 0
+        try:
+            data = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+            if hmac.compare_digest(data[:8], self._mac(data[8:])):
+                index, _, number = data[8:].partition(b".")
+                return int(index), int(number)
+        except (binascii.Error, ValueError):
+            pass
+        params.refuse("cursor", "a cursor of this scheduler; begin the listing anew")
+        return 0, 0
+
+    def _mac(self, text: bytes) -> bytes:
+        return hashlib.blake2b(text, key=self._seal, digest_size=8).digest()
+
+
+def user_of(request: web.Request) -> str:
+    """Return who says to be asking: `Gangline-User`, percent-encoded when it is not plain ASCII. Raises Refusal."""
+    user = unquote(printable_header(request, "Gangline-User", 3 * MAX_USER))
+    if len(user) > MAX_USER or not user.isprintable():
+        raise Refusal(400, "bad_header", f"Gangline-User has at most {MAX_USER} printable characters")
+    return user
+
+
+def body_digest(spec: JobSpec, user: str) -> str:
+    """Return the digest that tells a repeated submission from another one with the same key; spelling and order of fields do not count."""
+    data = msgspec.msgpack.encode([user, spec], order="deterministic")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _batch_items(body: bytes) -> list[Any]:
+    try:
+        document = load_json(body, MAX_BODY)
+    except BadJob as e:
+        raise bad_input(e.problems) from None
+    if not isinstance(document, dict) or set(document) != {"jobs"} or not isinstance(document["jobs"], list):
+        raise bad_input([Problem("", 'A batch is {"jobs": [spec, ...]} and nothing else.', "GL-1102")])
+    items = document["jobs"]
+    if not 1 <= len(items) <= MAX_JOBS:
+        raise bad_input([Problem("/jobs", f"{len(items):,} jobs; a batch has from 1 to {MAX_JOBS:,}.", "GL-1110")])
+    return items
+
+
+def _batch_item(item: Any, key: str, *, measured: bool) -> tuple[JobSpec, str]:
+    """Return spec and key of one job of a batch. Raises BadJob."""
+    if isinstance(item, dict) and "spec" in item:
+        if unknown := set(item) - {"spec", "idempotency_key"}:
+            raise BadJob([Problem(f"/{min(unknown)}", "There is no such field beside spec.", "GL-1101")])
+        key = item.get("idempotency_key", key)
+        if not isinstance(key, str) or len(key) > MAX_KEY or not (key.isascii() and (key.isprintable() or not key)):
+            raise BadJob([Problem("/idempotency_key", f"A key is a text of at most {MAX_KEY} printable ASCII characters.", "GL-1102")])
+        item = item["spec"]
+    if measured and len(msgspec.json.encode(item)) > MAX_BYTES:
+        raise BadJob([Problem("", f"The job is larger than {MAX_BYTES:,} bytes.", "GL-1002")])
+    return parse_json_spec(item), key
+
+
+def _batch_result(command: Command, outcome: Accepted | Exception) -> dict[str, Any]:
+    match outcome:
+        case Accepted():
+            result = {"job": outcome.subject, "name": cast(Submit, command).spec.name, "state": "queued", "index": outcome.index}
+            return result | {"replayed": True} if outcome.replayed else result
+        case Refused():
+            return {"problem": problem(outcome.status, outcome.code, outcome.message)}
+        case _:
+            return {"problem": unknown_outcome(str(outcome) or type(outcome).__name__).document}
+
+
+def _states(params: Params) -> frozenset[str]:
+    given = frozenset(filter(None, params.text("state").split(",")))
+    if not given <= _STATES:
+        params.refuse("state", f"one or more of {', '.join(sorted(_STATES))}")
+    return given
+
+
+def _newest_first(state: State, states: frozenset[str]) -> Iterator[Job]:
+    """Return the jobs that may be in these states: all, or only the few that are active when nothing else is asked for."""
+    if states and states <= _ACTIVE:
+        return iter(sorted((state.jobs[j] for j in state.running), key=lambda job: -job.number))
+    return iter(reversed(state.jobs.values()))
