@@ -84,8 +84,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
 def _guard(context: Context, log: telemetry.Log) -> Any:
     """Return the middleware around every route: who may ask, what an error looks like, what is counted."""
     options, metrics = context.options, context.metrics
-    own = () if options.host in ("", "0.0.0.0", "::") else (options.host,)  # nobody is called by a wildcard
-    guard = Guard((*own, *options.allowed_hosts), options.token_file)
+    guard = Guard(options.host, options.allowed_hosts, options.token_file)
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Next) -> web.StreamResponse:

@@ -97,8 +97,11 @@ class TokenFile:
 class Guard:
     """Checks that come before any handler."""
 
-    def __init__(self, allowed_hosts: Iterable[str], token_file: str) -> None:
-        self._allowed = {host.lower().strip("[]") for host in allowed_hosts}
+    def __init__(self, host: str, allowed_hosts: Iterable[str], token_file: str) -> None:
+        """`host` is where the scheduler listens, `allowed_hosts` other names for it: those of a proxy, whose pages may send writes."""
+        self._proxies = {name.lower().strip("[]") for name in allowed_hosts}
+        # Nobody is called by a wildcard, and a browser that asks 0.0.0.0 means to get around these checks.
+        self._allowed = self._proxies | ({host.lower()} - {"", "0.0.0.0", "::"})
         self._tokens = TokenFile(token_file) if token_file else None
         #: Host headers seen and found good, so that the usual one costs a look-up; bounded
         self._good_hosts: set[str] = set()
@@ -133,14 +136,17 @@ class Guard:
             raise Refusal(401, "unauthorized", "a good token is needed: Authorization: Bearer TOKEN", headers=challenge)
 
     def _check_origin(self, origin: str, site: str, host: str) -> None:
-        same = not origin or urlsplit(origin).netloc.lower() == host.lower() or (host_of(urlsplit(origin).netloc) in self._allowed)
-        if not same or (not origin and site not in ("", "same-origin", "none")):
+        netloc = origin.lower().partition("://")[2]
+        good = netloc == host.lower() or host_of(netloc) in self._proxies if origin else site in ("", "same-origin", "none")
+        if not good:
             raise Refusal(403, "cross_origin", "a page of another origin may not change anything here")
 
 
 def host_of(netloc: str) -> str:
     """Return the host of `host:port`, lower case and without brackets, empty when it is none."""
     try:
-        return (urlsplit(f"//{netloc}").hostname or "").lower() if netloc.isascii() and "@" not in netloc else ""
+        parts = urlsplit(f"//{netloc}")
+        _ = parts.port  # raises when it is not a number
+        return (parts.hostname or "").lower() if netloc.isascii() and "@" not in netloc else ""
     except ValueError:
         return ""

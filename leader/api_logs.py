@@ -84,6 +84,7 @@ class _Follower:
             now = job.rank(self._rank) if job is not None else None
             self._generation = self._generation or (now.generation if now is not None else 0)
             news = await self._read(state, job) if job is not None and self._generation else False
+            await self._opened({})  # whoever follows hears at once that there is nothing yet
             if not news and now is not None and await self._advance(now):
                 continue
             quiet = 0 if news else quiet + 1
@@ -91,7 +92,8 @@ class _Follower:
             if quiet >= _LAST_LOOKS and (job is None or job.state == "finished" or 0 < self._fixed < job.generation):
                 break
             await asyncio.sleep(pause_s)
-        return await (await self._opened({})).close()
+        assert self._stream is not None
+        return await self._stream.close()
 
     async def _read(self, state: State, job: Job) -> bool:
         """Send what is new; nothing is new while there is no log yet or its agent cannot be reached."""
