@@ -105,10 +105,12 @@ class Layout:
     def record(self, process: Process) -> None:
         """Remember a process that was just started."""
         _replace(self.run / f"{process.name}.json", msgspec.json.encode(process))
+        _replace(self.run / f"{process.name}.pid", f"{process.pid}\n".encode())
 
     def forget(self, name: str) -> None:
         """Forget a process that has ended."""
-        (self.run / f"{name}.json").unlink(missing_ok=True)
+        for suffix in (".pid", ".json"):
+            (self.run / f"{name}{suffix}").unlink(missing_ok=True)
 
     def processes(self) -> dict[str, Process]:
         """Return all processes that were started and not ended by us, whether or not they live, etcd first, then schedulers, then agents."""
