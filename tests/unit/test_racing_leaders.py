@@ -81,9 +81,15 @@ async def test_the_log_is_one_and_says_what_was_promised(seed: int) -> None:
     faults.ambiguous_write = faults.stale_read = 0.0
     faults.partitioned.clear()
 
-    log = {index: data async for index, data, _ in Log(MemoryStore(cluster, "checker"), KEYS).read(1)}
+    entries = [entry async for entry in Log(MemoryStore(cluster, "checker"), KEYS).read(1)]
+    log = {index: data for index, data, _ in entries}
     assert list(log) == list(range(1, len(log) + 1))
     assert len(log) > 20
+    elections = {event.kv.mod_revision for event in cluster.mvcc.events(KEYS.leader, b"", 1)[0] if event.kv.version == 1}
+    assert len(elections) > 3
+    for _, data, revision in entries:
+        token = int(data.split()[0])
+        assert not [e for e in elections if token < e <= revision], f"{data!r} was written after a later election"
     tokens = [int(data.split()[0]) for data in log.values()]
     assert tokens == sorted(tokens), "a deposed leader wrote after its successor"
     assert len(set(log.values())) == len(log), "a frame was written twice"
