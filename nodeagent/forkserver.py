@@ -22,15 +22,15 @@ def main(state_dir: str) -> None:
     requests = socket.socket(fileno=0)
     os.set_inheritable(requests.fileno(), False)
     devnull = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    fence = _map_fence()
+    shared = supervisor.Shared(_map_fence(), devnull, rankfile.open_hints())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors that end are not waited for
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    supervisor.catch_signals()
     kernel.set_name("gl-forkserver")
     # No collection: it would touch every page that is shared with the supervisors, and there is nothing to collect.
     gc.disable()
     gc.freeze()
     while (request := _receive(requests)) is not None:
-        _fork(request, fence, devnull, requests)
+        _fork(request, shared, requests)
     os._exit(0)
 
 
@@ -58,23 +58,24 @@ def _receive(requests: socket.socket) -> supervisor.Request | None:
     return request
 
 
-def _fork(request: supervisor.Request, fence: mmap.mmap, devnull: int, requests: socket.socket) -> None:
+def _fork(request: supervisor.Request, shared: supervisor.Shared, requests: socket.socket) -> None:
     port_fd = request["port_fd"]
     assert isinstance(port_fd, int)
+    request["oom_kills"] = shared.oom_kills()
     try:
         pid = os.fork()
     except OSError as e:
-        _report(request, e)
+        _report(request, shared, e)
         pid = -1
     if pid == 0:
         # The reserved rendezvous port stays open in the supervisor for as long as the rank lives.
         requests.close()
-        supervisor.supervise(request, fence, devnull)
+        supervisor.supervise(request, shared)
     if port_fd >= 0:
         os.close(port_fd)
 
 
-def _report(request: supervisor.Request, error: OSError) -> None:
+def _report(request: supervisor.Request, shared: supervisor.Shared, error: OSError) -> None:
     """Write the status of a rank whose supervisor could not be forked."""
     status: rankfile.Status = {k: request[k] for k in ("job", "generation", "rank", "gpus", "boot_id")}
     status.update(
@@ -82,4 +83,4 @@ def _report(request: supervisor.Request, error: OSError) -> None:
         message=f"cannot fork: {error.strerror}", started_at_ms=0, exited_at_ms=supervisor.now_ms(), dropped_bytes=0,
     )  # fmt: skip
     rankfile.claim(f"{request['folder']}/{rankfile.status_name(supervisor.rank_of(request))}", status)
-    rankfile.hint(f"{request['job']} {request['generation']} {request['rank']}\n")
+    rankfile.hint(shared.hints, f"{request['job']} {request['generation']} {request['rank']}\n")

@@ -7,9 +7,13 @@ import os
 import time
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+#: looked up once, before any fork: each look-up afterwards would copy pages
+_PRCTL = _LIBC.prctl
+_PRCTL.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+_TIMERFD_CREATE = _LIBC.timerfd_create
+_TIMERFD_SETTIME = _LIBC.timerfd_settime
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -40,11 +44,16 @@ def die_with_parent(signum: int) -> None:
 
 def set_name(name: str) -> None:
     """Set the name that ps shows, 15 bytes of it."""
-    _LIBC.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0)
+    try:
+        fd = os.open("/proc/self/comm", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(fd, name.encode()[:15])
+        os.close(fd)
+    except OSError:
+        return
 
 
 def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+    if _PRCTL(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
@@ -56,11 +65,14 @@ class _Itimerspec(ctypes.Structure):
     _fields_ = [("interval", _Timespec), ("value", _Timespec)]
 
 
+_TIMERFD_SETTIME.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.POINTER(_Itimerspec), ctypes.c_void_p]
+
+
 class BootTimer:
     """A file descriptor that becomes readable at a moment of the boottime clock; at once when the host wakes up after that moment."""
 
     def __init__(self) -> None:
-        self.fd = int(_LIBC.timerfd_create(time.CLOCK_BOOTTIME, _TFD_NONBLOCK | _TFD_CLOEXEC))
+        self.fd = int(_TIMERFD_CREATE(time.CLOCK_BOOTTIME, _TFD_NONBLOCK | _TFD_CLOEXEC))
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
 
@@ -68,6 +80,5 @@ class BootTimer:
         """Fire at `at`, which may have passed; forget an earlier firing."""
         at = max(at, 1e-9)
         value = _Timespec(int(at), min(999_999_999, int(at % 1 * 1e9)))
-        spec = _Itimerspec(_Timespec(0, 0), value)
-        if _LIBC.timerfd_settime(self.fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) != 0:
+        if _TIMERFD_SETTIME(self.fd, _TFD_TIMER_ABSTIME, _Itimerspec(_Timespec(0, 0), value), None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime")

@@ -51,44 +51,48 @@ def boot_id() -> str:
 
 
 def claim(path: str, status: Status) -> bool:
-    """Write the first version of a status file; False when there is one already, for then somebody else has started this rank."""
-    temporary = f"{path}.{os.getpid()}"
-    _write(temporary, status)
+    """Write the first version of a status file; False when there is one already, for then somebody else has started this rank.
+
+    A reader may see it half written. It is replaced soon, with a hint.
+    """
     try:
-        os.link(temporary, path)
+        _write(path, status, os.O_EXCL)
     except FileExistsError:
         return False
-    finally:
-        os.unlink(temporary)
     return True
 
 
 def replace(path: str, status: Status) -> None:
     """Write a new version of a status file: readers see the old one or the new one, whole."""
     temporary = f"{path}.{os.getpid()}"
-    _write(temporary, status)
+    _write(temporary, status, os.O_TRUNC)
     os.replace(temporary, path)
 
 
-def _write(path: str, status: Status) -> None:
+def _write(path: str, status: Status, flags: int) -> None:
     # Not synced: after a power cut the boot id says that the rank is gone, whatever the file says.
-    data = json.dumps(status, separators=(",", ":")).encode()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    data = json.dumps(status).encode()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
     try:
         os.write(fd, data)
     finally:
         os.close(fd)
 
 
-def hint(line: str) -> None:
-    """Tell the agent, if there is one, that a status file has changed. The working directory is the state directory."""
+def open_hints() -> int:
+    """Return the writing end of the FIFO of hints, -1 when there is none. The working directory is the state directory.
+
+    Opened for both directions, so that it neither waits for an agent nor breaks when one goes.
+    """
     try:
-        fd = os.open(NOTIFY, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.open(NOTIFY, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return
+        return -1
+
+
+def hint(fd: int, line: str) -> None:
+    """Tell the agent, if there is one, that a status file has changed."""
     try:
         os.write(fd, line.encode())
     except OSError:
-        pass
-    finally:
-        os.close(fd)
+        return

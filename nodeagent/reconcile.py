@@ -5,7 +5,7 @@ Rules, in the order in which they are applied to each gang:
 1.  A gang that is not desired is stopped; when nothing of it is left it is forgotten.
 2.  A generation lower than one that was acted on is refused.
 3.  A live rank that is not wanted in its very generation is stopped. Nothing newer is prepared until it is gone.
-4.  A stop notice is delivered once; a gang that is still there when its grace is over is stopped.
+4.  A stop notice is delivered once; a gang that is still there when its grace is over is stopped. No rank starts under a notice.
 5.  A rank without progress for too long is killed.
 6.  A generation is prepared once, when no other live rank holds its devices. Devices that this node does not have, that are broken, or
     that two desired ranks would share, fail it.
@@ -138,12 +138,13 @@ def _gang(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[int, st
         return
     old = unwanted(gang, have)
     yield from _stop(have, old, f"generation {gang.generation} takes its place")
-    yield from _notice(gang, have, now)
+    if gang.generation == have.generation and have.phase != "new":
+        yield from _notice(gang, have, now)
     yield from _hangs(have, now)
     if gang.generation > have.generation or have.phase == "new":
         yield from _prepare(gang, have, local, claims, bool(old))
-    elif have.phase == "prepared" and gang.phase == "run" and not _over(gang, have, now):
-        yield from _start(gang, have, local)
+    elif have.phase == "prepared" and gang.phase == "run" and gang.notice is None and not old:
+        yield from _start(gang, have, local, claims)
 
 
 def _stop(have: LocalGang, ranks: tuple[LocalRank, ...], message: str) -> Iterator[Action]:
@@ -153,7 +154,7 @@ def _stop(have: LocalGang, ranks: tuple[LocalRank, ...], message: str) -> Iterat
 
 
 def _notice(gang: DesiredGang, have: LocalGang, now: float) -> Iterator[Action]:
-    if gang.notice is not None and gang.notice != have.notice and gang.generation == have.generation:
+    if gang.notice is not None and gang.notice != have.notice:
         yield Notify(gang)
     elif _over(gang, have, now):
         yield from _stop(have, have.live, "the grace of its stop notice is over")
@@ -181,9 +182,12 @@ def _prepare(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[int,
         yield Prepare(gang, continued=any(r.key in {(w.rank, w.generation) for w in gang.ranks} for r in have.live))
 
 
-def _start(gang: DesiredGang, have: LocalGang, local: Local) -> Iterator[Action]:
+def _start(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[int, str]) -> Iterator[Action]:
     new = _not_started(gang, have)
-    if new and not _held(new, local):
+    reason = _impossible(gang, local, claims) if new else ""
+    if reason:
+        yield FailPrepare(gang, reason)  # the devices have changed since they were prepared
+    elif new and not _held(new, local):
         yield Start(gang, new)
 
 

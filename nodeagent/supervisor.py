@@ -37,11 +37,45 @@ class StartError(Exception):
     """The rank could not be started; the message is for people."""
 
 
-def supervise(request: Request, fence: mmap.mmap | None, devnull: int) -> NoReturn:
+class Shared:
+    """What the fork server opens once for all supervisors."""
+
+    def __init__(self, fence: mmap.mmap, devnull: int, hints: int) -> None:
+        self.fence = fence
+        self.devnull = devnull
+        #: writing end of the FIFO of hints
+        self.hints = hints
+        self._oom_kills = 0
+        self._read_at = float("-inf")
+
+    def oom_kills(self) -> int:
+        """Return how many processes the kernel has killed for want of memory since boot, as it was at most a second ago."""
+        now = time.monotonic()
+        if now > self._read_at + 1.0:
+            self._oom_kills, self._read_at = _oom_kills(), now
+        return self._oom_kills
+
+
+def catch_signals() -> None:
+    """Give signals a handler that does nothing, in the fork server once for all: supervisors hear of them through their wakeup pipe.
+
+    A handler and not "ignore", because exec gives a caught signal its default back and leaves an ignored one ignored. So the ranks need
+    no resetting; that goes for SIGPIPE and SIGXFSZ too, which Python ignores and programs do not expect to be ignored.
+    """
+    for s in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(s, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _do_nothing(signum: int, frame: object) -> None:
+    pass
+
+
+def supervise(request: Request, shared: Shared) -> NoReturn:
     """Run in a freshly forked process: start the rank, see it to its end, exit."""
     code = 1
     try:
-        _Supervisor(request, fence, devnull).run()
+        _Supervisor(request, shared).run()
         code = 0
     finally:
         os._exit(code)
@@ -53,13 +87,14 @@ def now_ms() -> int:
 
 
 class _Supervisor:
-    def __init__(self, request: Request, fence: mmap.mmap | None, devnull: int) -> None:
+    def __init__(self, request: Request, shared: Shared) -> None:
         self.request = request
+        self.shared = shared
         self.rank = _int(request["rank"])
         self.folder = str(request["folder"])
         self.status_path = f"{self.folder}/{rankfile.status_name(self.rank)}"
-        self.fence = fence if request["fenced"] else None
-        self.devnull = devnull
+        self.fence = shared.fence if request["fenced"] else None
+        self.oom_kills = _int(request["oom_kills"])
         self.pid = 0
         #: the rank's own process has ended; nothing of the rank is left
         self.ended = False
@@ -76,10 +111,11 @@ class _Supervisor:
         kernel.set_name(f"gl-rank-{self.rank}")
         kernel.become_subreaper()
         kernel.no_new_privileges()
-        self._catch_signals()
+        self.wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _do_nothing)
         if not self._claim():
             return
-        self.oom_kills = _oom_kills()
         self.log = RankLog(str(self.request["log"]), _int(self.request["log_part_bytes"]), _int(self.request["log_parts"]))
         try:
             self._check()
@@ -90,15 +126,6 @@ class _Supervisor:
         self._finish()
 
     # Starting.
-
-    def _catch_signals(self) -> None:
-        self.wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        for s in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(s, lambda signum, frame: None)
-        for s in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(s, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
     def _claim(self) -> bool:
         me = os.getpid()
@@ -137,7 +164,7 @@ class _Supervisor:
         except OSError as e:
             raise StartError(f"cannot fork: {e.strerror}") from None
         if self.pid == 0:
-            _become_rank(self.request, self.devnull, out_w, exec_w, me)
+            _become_rank(self.request, self.shared.devnull, out_w, exec_w, me)
         os.close(out_w)
         os.close(exec_w)
         os.set_blocking(out_r, False)
@@ -338,7 +365,7 @@ class _Supervisor:
             rankfile.replace(self.status_path, self.status)
         except OSError:
             return False
-        rankfile.hint(f"{self.request['job']} {self.request['generation']} {self.rank}\n")
+        rankfile.hint(self.shared.hints, f"{self.request['job']} {self.request['generation']} {self.rank}\n")
         return True
 
 
@@ -356,10 +383,6 @@ def _become_rank(request: Request, devnull: int, out_w: int, exec_w: int, parent
         kernel.die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(127)
-        signal.set_wakeup_fd(-1)
-        # Python ignores SIGPIPE and SIGXFSZ; a program expects their defaults.
-        for s in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(s, signal.SIG_DFL)
         os.dup2(devnull, 0)
         os.dup2(out_w, 1)
         os.dup2(out_w, 2)
