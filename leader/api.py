@@ -89,9 +89,11 @@ def _guard(context: Context, log: telemetry.Log) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: _Next) -> web.StreamResponse:
         began = time.perf_counter()
+        failed = True
         try:
             guard.check(request)
             response = await handler(request)
+            failed = False
         except Refusal as e:
             response = e.response()
         except Refused as e:
@@ -105,6 +107,8 @@ def _guard(context: Context, log: telemetry.Log) -> Any:
         except Exception as e:  # noqa: BLE001 - the one place that keeps a fault in a route from being silent
             log.error("request_failed", method=request.method, path=request.path, error=e)
             response = Refusal(500, "internal", "a fault of the scheduler; its log says more").response()
+        if failed and request.writer.output_size > 0:
+            raise ConnectionResetError("a stream has begun: it is cut, and its client asks again")
         resource = request.match_info.route.resource
         streamed = response.prepared
         if not streamed and "Gangline-Index" not in response.headers:

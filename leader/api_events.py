@@ -106,7 +106,8 @@ class EventRoutes:
         async with self._context.stream_slot():
             reader = _Reader(self._context.service.entries(first, follow=follow))
             try:
-                await reader.begin()
+                if first <= state.index:
+                    await reader.begin()
                 stream = Stream(self._context, request, headers)
                 await stream.open()
                 await self._pump(reader, stream, _Format(sse, job, node), until, first)
@@ -235,10 +236,6 @@ class _Reader:
     def _ask(self) -> None:
         if self._asked is None and not self.ended:
             self._asked = asyncio.ensure_future(_next(self._frames))
-
-
-class _End(StopAsyncIteration):
-    """The iterator is exhausted."""
 
 
 async def _next(frames: AsyncIterator[Frame]) -> Frame:

@@ -33,6 +33,9 @@ MAX_REASON = 1000
 #: specs of a batch that are read in one go before others get a turn
 _BATCH_STEP = 100
 
+#: cursors go from one scheduler to another, and say nothing that a listing would not: the seal keeps made-up ones out, not secrets in
+_SEAL = b"gangline jobs cursor"
+
 #: characters of the ids that we make: lower-case base 32 without what is easily misread
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 _ACTIVE = frozenset({"placed", "preparing", "running", "restarting", "preempting"})
@@ -70,8 +73,6 @@ class JobRoutes:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        #: cursors of another process do not work here, which costs a client one new listing
-        self._seal = os.urandom(16)
 
     # ---------------------------------------------------------------- writes
 
@@ -187,11 +188,12 @@ class JobRoutes:
                 return int(index), int(number)
         except (binascii.Error, ValueError):
             pass
-        params.refuse("cursor", "a cursor of this scheduler; begin the listing anew")
+        params.refuse("cursor", "a cursor that a listing gave; begin the listing anew")
         return 0, 0
 
-    def _mac(self, text: bytes) -> bytes:
-        return hashlib.blake2b(text, key=self._seal, digest_size=8).digest()
+    @staticmethod
+    def _mac(text: bytes) -> bytes:
+        return hashlib.blake2b(text, key=_SEAL, digest_size=8).digest()
 
 
 def user_of(request: web.Request) -> str:

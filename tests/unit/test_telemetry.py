@@ -1,17 +1,21 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gangline.core import telemetry
+from gangline.leader.metrics import Metrics
 
 
 def test_prometheus_names_units_and_labels() -> None:
@@ -154,3 +158,21 @@ def test_importing_is_cheap() -> None:
     code = "import sys, gangline.core.telemetry; print(sum(m.startswith(('opentelemetry', 'prometheus')) for m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env={**os.environ})
     assert done.stdout.strip() == "0"
+
+
+def test_the_page_lists_exactly_the_metrics_of_a_scheduler() -> None:
+    t = telemetry.setup("scheduler")
+    made: list[str] = []
+    for kind in ("counter", "observable_counter", "histogram", "observable_gauge"):
+        make = getattr(t._meter, f"create_{kind}")
+
+        def note(name: str, *rest: Any, make: Any = make, kind: str = kind, **named: Any) -> Any:
+            unit = rest[1] if kind.startswith("observable") else rest[0]
+            made.append(name.replace(".", "_") + "_seconds" * (unit == "s") + "_total" * kind.endswith("counter"))
+            return make(name, *rest, **named)
+
+        setattr(t._meter, f"create_{kind}", note)
+    Metrics(t, lambda: None)
+    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
+    listed = re.findall(r"^\| `(gangline_\w+)`", page, re.MULTILINE)
+    assert sorted(listed) == sorted([*made, "gangline_build_info"])
