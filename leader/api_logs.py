@@ -1,7 +1,7 @@
 """What the ranks of a job print, passed on from the agents that have it.
 
 An agent answers `GET {agent_url}/v1/logs/{job}/{rank}?generation=&offset=&limit=&tail=` with the bytes and the headers Gangline-Log-Offset
-(position of the first of them), -Size (of the whole log so far) and -Generation. A log that is followed is read piece by piece until the job is
+(position of the first of them), -Size (of the whole log so far), -Generation and -Ended (the rank writes no more). A log that is followed is read piece by piece until the job is
 over; when the gang restarts, the log of the new generation follows after a line that says so.
 """
 
@@ -18,11 +18,11 @@ from gangline.leader.api_context import Context, Stream
 from gangline.leader.api_http import Params, Refusal
 from gangline.leader.api_jobs import find_job
 
-MAX_LIMIT = 16 << 20
+MAX_LIMIT = 4 << 20
 #: nodes of the placement before that are asked for the log of an older generation
 MAX_OLD_NODES = 8
 _CHUNK = 64 << 10
-_HEADERS = ("Gangline-Log-Offset", "Gangline-Log-Size", "Gangline-Log-Generation")
+_HEADERS = ("Gangline-Log-Offset", "Gangline-Log-Size", "Gangline-Log-Generation", "Gangline-Log-Ended")
 _TEXT = {"Content-Type": "text/plain; charset=utf-8", "X-Content-Type-Options": "nosniff"}
 #: reads in silence after the end of a job: its last words may still be on the way
 _LAST_LOOKS = 2
@@ -39,7 +39,7 @@ class LogRoutes:
         params = Params(request, "rank", "generation", "offset", "limit", "tail", "follow", "min_index", "wait")
         rank = params.number("rank", 0, 10**6, 0)
         generation = params.number("generation", 1, 10**9, 0)
-        bounds = {"offset": 10**16, "limit": MAX_LIMIT, "tail": 10**9}
+        bounds = {"offset": 10**15 - 1, "limit": MAX_LIMIT, "tail": 10**9}
         query = {name: n for name, most in bounds.items() if (n := params.number(name, 0, most, -1)) >= 0}
         follow = params.flag("follow")
         state = await self._context.read(params)
@@ -130,8 +130,8 @@ class _Follower:
 
     async def _opened(self, headers: dict[str, str]) -> Stream:
         if self._stream is None:
-            headers.pop("Gangline-Log-Size", None)
-            self._stream = Stream(self._context, self._request, {**_TEXT, **headers})
+            still_true = {name: value for name, value in headers.items() if name not in ("Gangline-Log-Size", "Gangline-Log-Ended")}
+            self._stream = Stream(self._context, self._request, {**_TEXT, **still_true})
             await self._stream.open()
         return self._stream
 
