@@ -1,8 +1,9 @@
 """What the ranks of a job print, passed on from the agents that have it.
 
 An agent answers `GET {agent_url}/v1/logs/{job}/{rank}?generation=&offset=&limit=&tail=` with the bytes and the headers Gangline-Log-Offset
-(position of the first of them), -Size (of the whole log so far), -Generation and -Ended (the rank writes no more). A log that is followed is read piece by piece until the job is
-over; when the gang restarts, the log of the new generation follows after a line that says so.
+(position of the first of them), -Size (of the whole log so far), -Generation and -Ended (the rank writes no more). A log
+that is followed is read piece by piece until the job is over; when the gang restarts, the log of the new generation follows after a line that
+says so.
 """
 
 from __future__ import annotations
