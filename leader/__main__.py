@@ -17,8 +17,7 @@ from gangline.core.store.endpoints import TlsFiles
 from gangline.core.store.etcd import EtcdStore
 from gangline.core.store.keys import Keys
 from gangline.core.telemetry import setup, structured_logging
-from gangline.leader.api import ApiOptions, check_listen, make_app, serve
-from gangline.leader.metrics import Metrics
+from gangline.leader.api import ApiOptions, CannotListen, check_listen, serve
 from gangline.leader.process import calm_garbage_collector
 from gangline.leader.scheduler import Scheduler
 
@@ -33,7 +32,7 @@ EXIT_LOG_UNREADABLE = 70
 @click.option("--etcd-cert", type=click.Path(exists=True, path_type=Path), help="Client certificate.")
 @click.option("--etcd-key", type=click.Path(exists=True, path_type=Path), help="Key of the client certificate.")
 @click.option("--name", default=socket.gethostname, help="Name of this scheduler; a restarted one takes over from itself at once.")
-@click.option("--listen", default="127.0.0.1:7070", help="Address and port of the API; port 0 takes a free one.")
+@click.option("--listen", default="127.0.0.1:7480", help="Address and port of the API; port 0 takes a free one.")
 @click.option("--advertise-url", default="", help="URL at which others reach this API; by default made from --listen.")
 @click.option("--state-dir", default="./.gangline/leader", type=click.Path(path_type=Path), help="Where the archive of the log goes.")
 @click.option("--leader-ttl", default=6.0, help="Seconds after which a silent leader is replaced.")
@@ -52,23 +51,23 @@ async def _run(
     calm_garbage_collector()
     journal = structured_logging(log_level, component="leader", scheduler=name)
     host, _, port = listen.rpartition(":")
+    options = ApiOptions(
+        host=host.strip("[]"), port=int(port), token_file=str(token_file or ""), allowed_hosts=tuple(allowed_host)
+    )
     try:
         keys = Keys(cluster)
-        check_listen(host, token_file)
-    except ValueError as e:
+        check_listen(options.host, options.token_file)
+    except (ValueError, CannotListen) as e:
         raise click.UsageError(str(e)) from e
-    tls = TlsFiles(ca=etcd_ca, cert=etcd_cert, key=etcd_key) if etcd_ca and etcd_cert and etcd_key else None
+    tls = TlsFiles(ca=etcd_ca, cert=etcd_cert, key=etcd_key) if etcd_ca else None
     store = await EtcdStore.connect(etcd.split(","), tls=tls)
     state_dir.mkdir(parents=True, exist_ok=True)
     telemetry = setup("gangline-leader", cluster=cluster, instance=name)
     scheduler = Scheduler(
         name=name, store=store, keys=keys, url=advertise_url, state_dir=state_dir, ttl_s=leader_ttl, telemetry=telemetry, journal=journal
     )
-    metrics = Metrics(telemetry, scheduler)
-    scheduler.on_frame.append(metrics.on_frame)
-    options = ApiOptions(host=host, port=int(port), token_file=token_file, allowed_hosts=tuple(allowed_host))
-    runner, url = await serve(make_app(scheduler, options, telemetry=telemetry, metrics=metrics), options)
-    scheduler.url = advertise_url or url
+    listener = await serve(scheduler, options, scheduler.metrics, journal)
+    scheduler.url = advertise_url or listener.url
     journal.info("listening", url=scheduler.url, pid=os.getpid())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,7 +79,7 @@ async def _run(
         journal.error("stopped", index=scheduler.state.index, message=str(e))
         return EXIT_LOG_UNREADABLE
     finally:
-        await runner.cleanup()
+        await listener.close()
         with contextlib.suppress(StoreError):
             await store.close()
         telemetry.shutdown()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,7 @@ from gangline.core.telemetry import Log as Journal
 from gangline.core.telemetry import Telemetry
 from gangline.leader.clock import LogClock
 from gangline.leader.commands import Accepted, Command
+from gangline.leader.metrics import Metrics
 from gangline.leader.service import Gone, NotLeader, Unavailable
 from gangline.leader.snapshotter import Snapshotter
 from gangline.leader.term import Deposed, Term
@@ -53,7 +54,6 @@ class Scheduler:
         self.leader_url = ""
         self.store_ok = False
         self.state = State()
-        self.telemetry = telemetry
         #: a leader's term, while this scheduler leads
         self.term: Term | None = None
         self._store = store
@@ -64,12 +64,11 @@ class Scheduler:
         self._snapshots = Snapshots(store, keys)
         self._archive = Archive(state_dir / "archive")
         self._clock = LogClock()
+        self.metrics = Metrics(telemetry, lambda: self.state, self._clock.now_ms)
         self._tail: deque[Frame] = deque(maxlen=_TAIL_FRAMES)
         self._advanced = asyncio.Condition()
         self._followed_at = 0.0
         self._stopping = asyncio.Event()
-        #: called with every committed frame, in order
-        self.on_frame: list[Callable[[Frame], None]] = []
 
     # ---------------------------------------------------------------- life
 
@@ -153,7 +152,7 @@ class Scheduler:
             await self._catch_up()
             term = self.term = Term(
                 name=self.name, store=self._store, keys=self._keys, log=self._log, leadership=leadership, state=self.state,
-                clock=self._clock, telemetry=self.telemetry, journal=self._journal, on_frame=self._lead_frame,
+                clock=self._clock, metrics=self.metrics, journal=self._journal, on_frame=self._lead_frame,
             )  # fmt: skip
             self.role, self.leader_name, self.leader_url = "leader", self.name, self.url
             snapshotter = Snapshotter(self._store, self._log, self._snapshots, self._archive, term, self._journal)
@@ -252,8 +251,7 @@ class Scheduler:
 
     def _committed(self, frame: Frame) -> None:
         self._tail.append(frame)
-        for listener in self.on_frame:
-            listener(frame)
+        self.metrics.on_frame(frame)
 
     def _publish_soon(self) -> None:
         task = asyncio.get_running_loop().create_task(self._publish())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -26,14 +27,15 @@ from gangline.core.model.state import State
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
 from gangline.core.store.api import OutOfSpace, Store
 from gangline.core.store.election import Leadership
+from gangline.core.store.fencing import Fenced
 from gangline.core.store.keys import Keys
 from gangline.core.store.log import Log
 from gangline.core.telemetry import Log as Journal
-from gangline.core.telemetry import Telemetry
 from gangline.leader import ingest
 from gangline.leader.batch import Batch, Sealed
 from gangline.leader.clock import LogClock
 from gangline.leader.commands import Accepted, Command, Refused, admit
+from gangline.leader.metrics import Metrics
 from gangline.leader.projector import Projector
 from gangline.leader.service import NotLeader, Unavailable
 from gangline.leader.watchers import NodeInbox
@@ -66,7 +68,7 @@ class Term:
 
     def __init__(
         self, *, name: str, store: Store, keys: Keys, log: Log, leadership: Leadership, state: State, clock: LogClock,
-        telemetry: Telemetry, journal: Journal, on_frame: Callable[[Frame], None],
+        metrics: Metrics, journal: Journal, on_frame: Callable[[Frame], None],
     ) -> None:  # fmt: skip
         """`state` is folded up to the end of the log, and belongs to the term from now on."""
         self.name = name
@@ -84,7 +86,8 @@ class Term:
         self._keys = keys
         self._log = log
         self._clock = clock
-        self._telemetry = telemetry
+        self._metrics = metrics
+        self._telemetry = metrics.telemetry
         self._journal = journal
         self._on_frame = on_frame
         self._wake = asyncio.Event()
@@ -182,7 +185,7 @@ class Term:
 
     async def cycle(self) -> None:
         """Take in everything that has arrived, decide, commit, answer, project."""
-        started = asyncio.get_running_loop().time()
+        started = time.monotonic()
         now = self._clock.now_ms()
         batch = self._begin(now)
         answers = self._take_commands(batch)
@@ -202,8 +205,9 @@ class Term:
             self._journal.debug(
                 "cycle", index=self.state.index, epoch=batch.epoch, events=sum(len(s.frame.events) for s in batch.frames), rounds=rounds,
                 commands=len(answers), projected=projected, pending=len(self.state.queue), active=len(self.state.running),
-                took_ms=round((asyncio.get_running_loop().time() - started) * 1000, 2),
+                took_ms=round((time.monotonic() - started) * 1000, 2),
             )  # fmt: skip
+            self._metrics.cycled(time.monotonic() - started)
 
     def _begin(self, now_ms: int | None = None) -> Batch:
         return Batch(self.state, self.leadership.token, max(self._clock.now_ms() if now_ms is None else now_ms, self.state.at_ms))
@@ -283,11 +287,17 @@ class Term:
             if not self.leadership.valid() and self.leadership.lost.is_set():
                 raise Deposed(self.leadership.reason)
             try:
+                began = time.monotonic()
                 with self._telemetry.span("append", frame.index):
                     await self._log.append(sealed.data, index=frame.index, nonce=frame.nonce, token=self.leadership.token)
+                self._metrics.appended(time.monotonic() - began, "ok")
                 self.out_of_space = False
                 return
+            except Fenced:
+                self._metrics.appended(time.monotonic() - began, "fenced")
+                raise
             except OutOfSpace as e:
+                self._metrics.appended(time.monotonic() - began, "out_of_space")
                 if not self.out_of_space:
                     self._journal.error("store_out_of_space", index=frame.index, epoch=frame.epoch, message=str(e))
                 self.out_of_space = True

@@ -11,7 +11,6 @@ from gangline.core.model.documents import Observed, Registration
 from gangline.core.store.api import Compacted, Event, KeyValue, Store
 from gangline.core.store.keys import Keys
 
-
 #: how long a missing lease waits for others, at most and as a part of its time to live
 _GATHER_S = 1.0
 _GATHER_PART = 1 / 8
