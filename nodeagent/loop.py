@@ -36,6 +36,8 @@ from gangline.nodeagent.statedir import Seen, StateDir
 
 #: steps of training are written at most this often; everything else at once
 PROGRESS_S = 2.0
+#: changes within this time are written together; the first one after a quiet time is written at once
+GATHER_S = 0.01
 #: how often the schedulers' addresses are read, and old logs removed
 _SCHEDULERS_S = 15.0
 _PRUNE_S = 300.0
@@ -321,6 +323,7 @@ class Reporter:
                 document = self._document()
             if document is not None:
                 await self._write(document)
+                await asyncio.sleep(GATHER_S)
 
     async def _something_else(self) -> None:
         """Wait until more than steps has changed."""

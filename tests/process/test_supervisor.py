@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ from gangline.nodeagent.kernel import boottime
 from gangline.nodeagent.launcher import Launch, Launcher
 
 pytestmark = pytest.mark.process
-
-Eventually = Callable[..., Awaitable[None]]
 
 
 class Bench:
@@ -66,6 +64,12 @@ class Bench:
         status = self.status(rank)
         assert status is not None
         return status
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s} s; {self.status()}; log: {self.log()[-500:]!r}"
+            await asyncio.sleep(0.005)
 
     def supervisor(self, rank: int = 0) -> Supervised:
         status = self.status(rank)
@@ -202,8 +206,7 @@ print(status["SigIgn"].strip(), status["SigBlk"].strip(), status["NoNewPrivs"].s
 async def test_stop_is_gentle_first(bench: Bench):
     await bench.start("sh", "-c", "trap 'echo bye; exit 7' TERM; echo up; while :; do sleep 0.05; done")
     await bench.wait("running")
-    while b"up" not in bench.log():
-        await asyncio.sleep(0.005)
+    await bench.until(lambda: b"up" in bench.log())
     bench.command("stop 10 15 stopped because it must")
     status = await bench.wait("exited")
     assert (status.exit_code, status.cause, status.message) == (7, "stopped", "because it must")
@@ -213,8 +216,7 @@ async def test_stop_is_gentle_first(bench: Bench):
 async def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace(bench: Bench):
     await bench.start("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done")
     await bench.wait("running")
-    while b"up" not in bench.log():
-        await asyncio.sleep(0.005)
+    await bench.until(lambda: b"up" in bench.log())
     begun = time.monotonic()
     bench.command("stop 0.5 15 stopped x")
     await bench.wait("stopping")
@@ -244,13 +246,9 @@ async def test_a_signal_reaches_the_whole_group(bench: Bench):
         "sh", "-c", "trap 'echo parent' USR1; (trap 'echo child' USR1; echo up; while :; do sleep 0.05; done) & while :; do wait; done"
     )
     await bench.wait("running")
-    while b"up" not in bench.log():
-        await asyncio.sleep(0.005)
+    await bench.until(lambda: b"up" in bench.log())
     bench.command(f"signal {int(signal.SIGUSR1)}")
-    deadline = time.monotonic() + 5
-    while not (b"parent" in bench.log() and b"child" in bench.log()):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
+    await bench.until(lambda: b"parent" in bench.log() and b"child" in bench.log())
     assert bench.state() == "running"
     bench.command("stop 0 9 stopped x")
     await bench.wait("exited")
@@ -284,8 +282,7 @@ async def test_a_daemon_that_left_its_session_is_found_and_killed(bench: Bench):
 async def test_stop_takes_the_daemon_along(bench: Bench):
     await bench.python(DAEMON.replace("LAST", "time.sleep(60)"))
     await bench.wait("running")
-    while not bench.log():
-        await asyncio.sleep(0.005)
+    await bench.until(bench.log)
     bench.command("stop 0.3 15 stopped x")
     await bench.wait("exited", timeout_s=15)
     assert not alive(number_in(bench.log()))
@@ -295,10 +292,7 @@ async def test_nothing_outlives_a_killed_supervisor(bench: Bench):
     await bench.start("sleep", "60")
     status = await bench.wait("running")
     os.kill(status.supervisor, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while alive(status.pid):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
+    await bench.until(lambda: not alive(status.pid))
 
 
 async def test_a_rank_outlives_the_fork_server(bench: Bench):
@@ -408,17 +402,12 @@ print("listening", flush=True); c, _ = s.accept(); s.close(); c.close(); time.sl
 """
     await bench.python(code, port_fd=reserved.fileno())
     reserved.close()
-    while b"listening" not in bench.log():
-        await asyncio.sleep(0.005)
-        assert bench.state() != "exited", bench.log()
+    await bench.until(lambda: b"listening" in bench.log())
     with pytest.raises(OSError, match="in use"):
         ports.reserve(port)
     socket.create_connection(("127.0.0.1", port)).close()
-    deadline = time.monotonic() + 5
     # The rank listens no more, but its supervisor still holds the port.
-    while not _can_bind(port, reuse=True):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+    await bench.until(lambda: _can_bind(port, reuse=True))
     assert not _can_bind(port)
     bench.command("stop 0 9 stopped x")
     await bench.wait("exited")

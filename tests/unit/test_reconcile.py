@@ -25,7 +25,7 @@ from gangline.nodeagent.reconcile import (
 )
 from gangline.nodeagent.report import observed_gang
 
-GPUS = {i: True for i in range(8)}
+GPUS = dict.fromkeys(range(8), True)
 NOTICE = StopNotice("preempted", "make room", deadline_ms=1, grace_s=30.0)
 
 
