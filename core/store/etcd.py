@@ -6,6 +6,7 @@ Reads are linearizable and repeated inside their time; writes are sent exactly o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -146,8 +147,9 @@ class EtcdStore:
         """See Store."""
         key, end = (prefix, b"") if exact else (prefix or b"\0", prefix_end(prefix))
         try:
-            async for batch in follow(self, key, end, start_revision, self._timing):
-                yield batch
+            async with contextlib.aclosing(follow(self, key, end, start_revision, self._timing)) as batches:
+                async for batch in batches:
+                    yield batch
         except Definite:
             if not self._closed:
                 raise

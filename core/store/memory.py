@@ -7,6 +7,7 @@ whatever the switches do, by the same rules as on a real cluster: `answers.py` a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import deque
@@ -200,8 +201,9 @@ class MemoryStore:
         """See Store."""
         end = b"" if exact else prefix_end(prefix)
         try:
-            async for batch in follow(self, prefix, end, start_revision, self._timing):
-                yield batch
+            async with contextlib.aclosing(follow(self, prefix, end, start_revision, self._timing)) as batches:
+                async for batch in batches:
+                    yield batch
         except Definite:
             if not self._closed:
                 raise

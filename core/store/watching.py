@@ -15,6 +15,7 @@ A stream of the store may be cut, cancelled, refused, fall silent, repeat events
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Literal, NamedTuple, Protocol
 
@@ -87,9 +88,10 @@ async def follow(
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
-            async for batch in follower.run_stream():
-                pause_s = _FIRST_PAUSE_S
-                yield batch
+            async with contextlib.aclosing(follower.run_stream()) as batches:
+                async for batch in batches:
+                    pause_s = _FIRST_PAUSE_S
+                    yield batch
         except Ambiguous:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

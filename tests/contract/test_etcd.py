@@ -263,6 +263,34 @@ async def test_a_write_is_sent_once_even_if_its_answer_is_lost(etcd_endpoint, co
     assert (kv.version, kv.value) == (2, b"2")
 
 
+async def test_closing_the_store_ends_calls_that_wait(etcd_endpoint, connect, tcp_proxy):
+    proxy = await tcp_proxy(etcd_endpoint)
+    store = await connect(proxy.endpoint)
+    lease = await store.lease_grant(10)
+    await store.lease_keepalive(lease.id)
+    proxy.black_hole()
+    calls = [asyncio.create_task(call) for call in (store.put(b"/a", b""), store.get(b"/a"), store.lease_keepalive(lease.id))]
+    await asyncio.sleep(0)
+    await store.close()
+    async with asyncio.timeout(2):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(answer, StoreError) for answer in answers)
+    assert isinstance(answers[0], Ambiguous)
+
+
+async def test_a_reader_that_takes_its_time_misses_nothing(etcd_endpoint, connect):
+    store = await connect(etcd_endpoint)
+    watch = store.watch(b"/slow/", start_revision=await store.put(b"/slow/n", b"0"))
+    assert len((await anext(watch)).events) == 1
+    for start in range(0, 3_000, 100):
+        await asyncio.gather(*(store.put(b"/slow/n", b"x" * 2_000) for _ in range(start, start + 100)))
+    events: list[Event] = []
+    while len(events) < 3_000:
+        events.extend((await anext(watch)).events)
+    assert [event.kv.version for event in events] == list(range(2, 3_002))
+    await watch.aclose()
+
+
 async def test_what_neither_answers_nor_ends_is_left_within_seconds(etcd_endpoint, etcd_cluster3, connect, tcp_proxy, follow, eventually):
     # Side by side, because each takes as long as its timeouts.
     await asyncio.gather(
