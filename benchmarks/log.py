@@ -48,7 +48,7 @@ async def _measure(endpoint: str, events: int, frame_events: int) -> dict[str, A
     took: list[float] = []
     sizes: list[int] = []
     written = 0
-    stream = _events()
+    stream = life_of_jobs()
     began = time.perf_counter()
     while written < events:
         batch = Batch(state, leadership.token, 1_000 + len(took))
@@ -96,7 +96,7 @@ async def _raw(store: EtcdStore, keys: Keys, token: int, size: int, count: int) 
     return count / (time.perf_counter() - began)
 
 
-def _events() -> Iterator[ev.LogEvent]:
+def life_of_jobs() -> Iterator[ev.LogEvent]:
     """The life of one-GPU jobs after one another on 32 nodes: submitted, placed, ended, finished."""
     yield ev.LeaderElected(scheduler="bench")
     for n in range(_NODES):
@@ -114,7 +114,8 @@ def _events() -> Iterator[ev.LogEvent]:
             yield ev.JobSubmitted(job=f"j{j}", spec=_SPEC, user="bench", idempotency_key=f"key-{j}", body_digest="0123456789abcdef")
         for j in some:
             node, gpu = divmod(j % (_NODES * _GPUS), _GPUS)
-            yield ev.GangPlaced(job=f"j{j}", generation=1, parts=(ev.PlacedPart(f"n{node}", (ev.PlacedRank(0, (gpu,)),)),), reason="first that fits")
+            parts = (ev.PlacedPart(f"n{node}", (ev.PlacedRank(0, (gpu,)),)),)
+            yield ev.GangPlaced(job=f"j{j}", generation=1, parts=parts, reason="first that fits")
         for j in some:
             node = j % (_NODES * _GPUS) // _GPUS
             yield ev.RanksExited(job=f"j{j}", node=f"n{node}", exits=(ev.RankExit(0, 1, 0, "", "", 1_000),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Literal, cast, get_args
 
@@ -71,7 +72,7 @@ class ClusterRoutes:
     async def nodes(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/nodes."""
         state = await self._context.read(Params(request, "min_index", "wait"))
-        return self._context.answer({"nodes": [node_row(node) for node in state.nodes.values()]}, index=state.index)
+        return self._context.answer({"nodes": [node_row(state.nodes[n]) for n in sorted(state.nodes, key=_natural)]}, index=state.index)
 
     async def node(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/nodes/{node}."""
@@ -137,3 +138,8 @@ def _meant(near: str) -> str:
 def _check_text(pointer: str, text: str) -> None:
     if len(text) > MAX_REASON or not text.isprintable():
         raise bad_input([Problem(pointer, f"A text of at most {MAX_REASON:,} printable characters, on one line.", "GL-1103")])
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort n2 before n10."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]

@@ -29,6 +29,8 @@ class JobRow(msgspec.Struct, frozen=True, gc=False):
     user: str
     priority: int
     state: JobState
+    #: succeeded, failed or cancelled; null before the end
+    outcome: str | None
     generation: int
     ranks: int
     gpus: int
@@ -76,7 +78,6 @@ class WholeJob(JobRow, frozen=True):
     """Everything about one job that is not history."""
 
     spec: dict[str, Any]
-    outcome: str | None
     cause: str | None
     exit_code: int | None
     placement: list[PartRow]
@@ -118,8 +119,8 @@ def job_row(job: Job) -> JobRow:
     spec = job.spec
     ranks = job.world_size if job.parts else spec.gang.ranks
     return JobRow(
-        job.id, spec.name, spec.queue, job.user, spec.priority, job.state, job.generation, ranks, ranks * spec.resources.gpus, list(job.parts),
-        job.submitted_at_ms, job.started_at_ms or None, job.ended_at_ms or None, _reason(job),
+        job.id, spec.name, spec.queue, job.user, spec.priority, job.state, job.outcome or None, job.generation, ranks,
+        ranks * spec.resources.gpus, list(job.parts), job.submitted_at_ms, job.started_at_ms or None, job.ended_at_ms or None, _reason(job),
     )  # fmt: skip
 
 
@@ -130,7 +131,6 @@ def whole_job(job: Job) -> WholeJob:
     return WholeJob(
         **msgspec.structs.asdict(job_row(job)),
         spec=shown_spec(job.spec),
-        outcome=job.outcome or None,
         cause=job.cause or None,
         exit_code=job.exit_code if ended else None,
         placement=[PartRow(node, [_rank_row(r, rank) for r, rank in part.ranks.items()]) for node, part in job.parts.items()],

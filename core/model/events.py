@@ -136,7 +136,7 @@ class GangsDeferred(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: these gangs cannot be placed now, all for the same reason. Written when the reason changes, not every cycle."""
 
     jobs: tuple[str, ...]
-    #: machine-readable, listed in docs/reasons.md
+    #: machine-readable; `gangline explain` has a sentence for each
     code: str
     message: str
     need: dict[str, int] = {}

@@ -137,7 +137,7 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
         job.parts[placed.node] = Part(ranks=ranks)
         gpus = tuple(sorted(g for r in placed.ranks for g in r.gpus))
         _hold(state, state.nodes[placed.node], job.id, gpus, len(ranks) * res.cpus_milli, len(ranks) * res.memory_mib, index)
-    for node_id in job.previous_nodes:
+    for node_id in list(job.held_nodes):
         if node_id not in job.parts:
             _leave(state, job, node_id, index)
     job.released, job.master_addr, job.master_port = False, "", 0
@@ -282,7 +282,7 @@ def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_
 def _forget_oldest(state: State) -> None:
     while len(state.finished) > FINISHED_KEPT:
         old = next(iter(state.finished))
-        if any(old in node.holdings for node in (state.nodes.get(n) for n in state.jobs[old].parts) if node is not None):
+        if state.jobs[old].held_nodes:
             return  # its last ranks are still dying: it is known until they are gone
         del state.finished[old]
         state.keys.pop(state.jobs.pop(old).idempotency_key, None)
@@ -316,7 +316,7 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
     for job_id, holding in list(node.holdings.items()):
         job = state.jobs[job_id]
         if holding.leaving_since or e.node not in job.parts:
-            del node.holdings[job_id]  # the node's agent has ended everything: nothing is left to wait for
+            _give_back(state, node, job_id)  # the node's agent has ended everything: nothing is left to wait for
         else:
             job.parts[e.node].dead = e.proven or job.spec.on_disconnect == "stop"
             state.scratch.jobs[job_id] = None
@@ -391,7 +391,7 @@ def _part_released(state: State, e: ev.PartReleased, index: int, epoch: int, at_
         raise IllegalTransition(e, f"{e.job} holds nothing on {e.node}")
     if not holding.leaving_since:
         raise IllegalTransition(e, f"{e.job} is to stay on {e.node}")
-    _give_back(node, e.job)
+    _give_back(state, node, e.job)
     _touch_node(state, node, index)
     _capacity(state)
     _forget_oldest(state)
@@ -561,9 +561,10 @@ def _remember_restart(
 def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli: int, memory_mib: int, index: int) -> None:
     own = node.holdings.get(job)
     if own is not None:  # until the older generation is gone, the gang holds what both of them need
-        _give_back(node, job)
+        _give_back(state, node, job)
         gpus = tuple(sorted({*own.gpus, *gpus}))
         cpus_milli, memory_mib = max(own.cpus_milli, cpus_milli), max(own.memory_mib, memory_mib)
+    state.jobs[job].held_nodes[node.id] = None
     node.holdings[job] = Holding(gpus=gpus, cpus_milli=cpus_milli, memory_mib=memory_mib)
     node.free_gpus = tuple([g for g in node.free_gpus if g not in gpus])
     node.free_cpus_milli -= cpus_milli
@@ -571,8 +572,9 @@ def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli:
     _touch_node(state, node, index)
 
 
-def _give_back(node: Node, job: str) -> None:
+def _give_back(state: State, node: Node, job: str) -> None:
     held = node.holdings.pop(job)
+    del state.jobs[job].held_nodes[node.id]
     if held.gpus:
         usable = {g.index for g in node.registration.gpus if g.healthy}
         node.free_gpus = tuple(sorted([*node.free_gpus, *(g for g in held.gpus if g in usable)]))
@@ -588,7 +590,7 @@ def _shrink(state: State, job: Job, node_id: str, index: int) -> None:
     gpus = tuple(sorted(g for r in ranks.values() for g in r.gpus))
     held = node.holdings.get(job.id)
     if held is not None and (held.gpus != gpus or held.cpus_milli != len(ranks) * res.cpus_milli):
-        _give_back(node, job.id)
+        _give_back(state, node, job.id)
         _hold(state, node, job.id, gpus, len(ranks) * res.cpus_milli, len(ranks) * res.memory_mib, index)
         _capacity(state)
 
@@ -596,7 +598,7 @@ def _shrink(state: State, job: Job, node_id: str, index: int) -> None:
 def _leave_all(state: State, job: Job, index: int, keep_parts: bool = False) -> None:
     """The gang should no longer be anywhere. What has already ended is free at once, the rest when its node says so."""
     _touch_nodes(state, job)
-    for node_id in (*job.previous_nodes, *job.parts):
+    for node_id in list(job.held_nodes):
         _leave(state, job, node_id, index)
     if not keep_parts:
         job.parts = {}
@@ -610,7 +612,7 @@ def _leave(state: State, job: Job, node_id: str, index: int) -> None:
     part = job.parts.get(node_id)
     ended = part is not None and all(r.exited for r in part.ranks.values()) and not _elsewhere(part, holding)
     if ended or node.status == "lost":
-        _give_back(node, job.id)
+        _give_back(state, node, job.id)
         _capacity(state)
     else:
         holding.leaving_since = index

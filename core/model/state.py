@@ -100,6 +100,8 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     parts: dict[str, Part] = {}
     #: ranks of the current placement
     world_size: int = 0
+    #: nodes on which it holds anything, dying ranks of older generations included
+    held_nodes: dict[str, None] = {}
     released: bool = False
     master_addr: str = ""
     master_port: int = 0

@@ -64,6 +64,7 @@ def test_a_waiting_job() -> None:
         "user": "ann",
         "priority": 50,
         "state": "queued",
+        "outcome": None,
         "generation": 0,
         "ranks": 4,
         "gpus": 4,

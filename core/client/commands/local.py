@@ -10,10 +10,10 @@ _STATE_HELP = "Where the cluster keeps everything [GANGLINE_STATE, or .gangline]
 
 
 @click.command()
-@click.option("--nodes", type=click.IntRange(1, 256), default=2, show_default=True, help="Nodes (agents).")
+@click.option("--nodes", type=click.IntRange(1, 256), default=4, show_default=True, help="Nodes (agents).")
 @click.option("--gpus", type=click.IntRange(0, 64), default=8, show_default=True, help="Simulated GPUs of each node.")
 @click.option("--gpu-model", default="h100", show_default=True, help="Their model.")
-@click.option("--schedulers", type=click.IntRange(1, 9), default=1, show_default=True, help="Schedulers; one of them leads.")
+@click.option("--schedulers", type=click.IntRange(1, 9), default=2, show_default=True, help="Schedulers; one of them leads.")
 @click.option("--state-dir", default="", metavar="DIR", help=_STATE_HELP)
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
 @click.pass_context
