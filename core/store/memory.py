@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections import deque
@@ -173,9 +174,7 @@ class MemoryStore:
         self, prefix: bytes, *, start: bytes = b"", limit: int = 0, revision: int = 0, keys_only: bool = False
     ) -> RangeResult:
         """See Store."""
-        kvs, at = await self._read(max(start, prefix), prefix_end(prefix), revision)
-        if limit:
-            kvs = kvs[:limit]
+        kvs, at = await self._read(max(start, prefix), prefix_end(prefix), revision, limit)
         if keys_only:
             kvs = [KeyValue(kv.key, b"", kv.create_revision, kv.mod_revision, kv.version, kv.lease) for kv in kvs]
         return RangeResult(kvs, revision or at)
@@ -270,7 +269,7 @@ class MemoryStore:
         except Compacted:
             return None
 
-    async def _read(self, key: bytes, range_end: bytes, revision: int) -> tuple[list[KeyValue], int]:
+    async def _read(self, key: bytes, range_end: bytes, revision: int, limit: int = 0) -> tuple[list[KeyValue], int]:
         """Return the keys and the store's revision."""
 
         async def once(timeout_s: float) -> tuple[list[KeyValue], int]:
@@ -280,7 +279,7 @@ class MemoryStore:
             at = mvcc.revision
             if faults.happens(faults.stale_read):
                 at = max(1, mvcc.compacted, at - faults.stale_revisions)
-            kvs = list(mvcc.read(key, range_end, revision or at))
+            kvs = list(itertools.islice(mvcc.read(key, range_end, revision or at), limit or None))
             term = mvcc.raft_term
             await self._reach(f"read {key!r}", timeout_s)
             self._seen.check(mark, mvcc.cluster_id, at, term)

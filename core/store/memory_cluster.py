@@ -60,6 +60,8 @@ class Mvcc:
         self._log: list[tuple[int, list[Event]]] = []
         self._leases: dict[int, _Lease] = {}
         self._last_lease = 0
+        #: no lease expires before; a renewal leaves it as it is
+        self._soonest_expiry = math.inf
 
     # Reading
 
@@ -152,6 +154,7 @@ class Mvcc:
         self._last_lease += 1
         ttl_s = max(float(math.ceil(ttl_s)), self._min_lease_ttl_s)
         self._leases[self._last_lease] = _Lease(ttl_s, self._clock() + ttl_s)
+        self._soonest_expiry = min(self._soonest_expiry, self._clock() + ttl_s)
         return Lease(self._last_lease, ttl_s)
 
     def keepalive(self, lease: int) -> float:
@@ -170,14 +173,15 @@ class Mvcc:
     def expire(self) -> None:
         """End the leases whose time is over."""
         now = self._clock()
+        if now < self._soonest_expiry:
+            return
         for lease in [lease for lease, held in self._leases.items() if held.expires_at <= now]:
             self.revoke(lease)
+        self._soonest_expiry = min((held.expires_at for held in self._leases.values()), default=math.inf)
 
     def seconds_to_expiry(self) -> float | None:
-        """Return when `expire` has work, None when there are no leases."""
-        if not self._leases:
-            return None
-        return max(0.0, min(held.expires_at for held in self._leases.values()) - self._clock())
+        """Return when to call `expire` again, None when there are no leases."""
+        return None if math.isinf(self._soonest_expiry) else max(0.0, self._soonest_expiry - self._clock())
 
     def renew_all_leases(self) -> None:
         """Give every lease its full time, as a new leader of the cluster does."""
