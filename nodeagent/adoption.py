@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from gangline.nodeagent import rankfile
+from gangline.nodeagent.launcher import Launch
 from gangline.nodeagent.local import LocalRank, RankState
 
 
@@ -65,6 +66,11 @@ class Supervised(msgspec.Struct, frozen=True):
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGUSR1)
 
+    def terminate(self) -> None:
+        """Make it stop its rank without a command file: when there is no space to write one."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+
     def close(self) -> None:
         """Let go of it."""
         os.close(self.pidfd)
@@ -102,6 +108,15 @@ def orphaned(status: RankStatus, boot_id: str) -> RankStatus:
         _kill_session(status)
     now_ms = time.time_ns() // 1_000_000
     return msgspec.structs.replace(status, state="exited", exit_code=-signal.SIGKILL, cause=cause, message=message, exited_at_ms=now_ms)
+
+
+def not_started(launch: Launch, message: str) -> RankStatus:
+    """Return the status of a rank that could not be started."""
+    return RankStatus(
+        job=launch.job, generation=launch.generation, rank=launch.rank, gpus=launch.gpus, boot_id=launch.boot_id,
+        supervisor=0, supervisor_start=0, pid=0, pid_start=0, state="exited", exit_code=127, cause="start_failed", message=message,
+        started_at_ms=0, exited_at_ms=time.time_ns() // 1_000_000,
+    )  # fmt: skip
 
 
 def save_status(path: Path, status: RankStatus) -> None:

@@ -7,6 +7,7 @@ a task and reports back by changing the local state once more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import signal
 import time
@@ -191,9 +192,12 @@ class Gangs:
         old = {r.generation for r in have.ranks} - {r.generation for r in keep} - {gang.generation}
         if is_safe(gang.job):
             self._state.remove_runs(gang.job, sorted(old))
-        self._gangs[gang.job] = msgspec.structs.replace(
-            have, generation=gang.generation, phase="new", message="", ranks=keep, notice=None, notified_at=0.0, acknowledged=()
-        )
+        # Progress belongs to a generation, unless its ranks go on.
+        told = (have.step, have.checkpoint_step, have.checkpoint_path) if any(r.live for r in keep) else (-1, -1, "")
+        self._gangs[gang.job] = LocalGang(
+            gang.job, gang.generation, ranks=keep, port=have.port, address=have.address,
+            step=told[0], checkpoint_step=told[1], checkpoint_path=told[2],
+        )  # fmt: skip
         self._records.setdefault(gang.job, GangRecord(gang.job, gang.generation))
         self._changed()
 
@@ -251,7 +255,8 @@ class Gangs:
         record = self._records[job]
         launches = []
         for generation in sorted({r.generation for r in ranks}):
-            self._state.make_folders(job, generation)
+            with contextlib.suppress(OSError):  # then their supervisors find no place for their status, and they are given up
+                self._state.make_folders(job, generation)
             self._tell(job, generation, jobevents.start_event(gang, now_ms()))
         for r in ranks:
             self.socket.admit(record.tokens[_token_key(r)], RankRef(job, r.generation, r.rank))
@@ -347,6 +352,10 @@ class Gangs:
             if token is not None and status.state != "exited":
                 self.socket.admit(token, ref)
             self._log.info("adopt", gang=ref.job, generation=ref.generation, rank=ref.rank, state=status.state, cause=status.cause)
+        for job, gang in self._gangs.items():
+            for generation in sorted({r.generation for r in gang.live}):
+                for event in jobevents.read_events(self._state.events(job, generation)):
+                    self.socket.publish(job, generation, event)
 
     def _adopt_record(self, record: GangRecord) -> None:
         phase = record.phase if record.phase in ("prepared", "prepare_failed") else "new"

@@ -33,12 +33,12 @@ class AgentHttp:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/logs/{job}/{rank}", self._log)
         app.on_response_prepare.append(_add_headers)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port. Raises OSError."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, host, port)
         await site.start()
         sockets = site._server.sockets if isinstance(site._server, asyncio.Server) else ()
         return int(sockets[0].getsockname()[1])

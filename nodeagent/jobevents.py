@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,8 @@ from gangline.core.model.documents import DesiredGang, StopNotice
 
 #: causes of a stop notice that are events of their own; every other one is a preemption
 _EVENT_OF_CAUSE = {"drain": "drain", "resize": "resize", "migration": "migration"}
+
+_EVENTS_BYTES_MAX = 1 << 18
 
 
 def start_event(gang: DesiredGang, at_ms: int) -> dict[str, object]:
@@ -36,6 +39,27 @@ def append_event(path: Path, event: dict[str, object]) -> None:
             os.write(fd, line)
         finally:
             os.close(fd)
+
+
+def read_events(path: Path) -> list[dict[str, object]]:
+    """Return the events in a file. The job could have written there, so what is no event is left out, and what is too much."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return []
+    with os.fdopen(fd, "rb") as f:
+        data = f.read(_EVENTS_BYTES_MAX) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    events = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line, parse_constant=_refuse_constant)
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                events.append(event)
+    return events
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _head(name: str, job: str, generation: int, at_ms: int) -> dict[str, object]:

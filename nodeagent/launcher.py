@@ -78,7 +78,8 @@ class Launcher:
         ours.setblocking(False)
         command = [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(__file__).parent), str(self._state_dir)]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True)
+            # Symbols are bound at once, and not again in each fork. Ranks get an environment of their own.
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True, env={"LD_BIND_NOW": "1"})
         self._socket = ours
 
     async def launch(self, requests: Sequence[tuple[Launch, int]]) -> None:

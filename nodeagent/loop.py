@@ -76,7 +76,7 @@ class Agent:
         self._look = asyncio.Event()
         self._dirty = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._reporter = Reporter(store, self._document, self._dirty, self._written, self._not_ours)
+        self._reporter = Reporter(store, self._document, self._dirty, self._written, self._not_ours, log)
         self._gangs = Gangs(node, state, job_spec=self._job_spec, changed=self._changed, log=log)
         self._http = AgentHttp(state.root, telemetry, health=self.health, ended=self._rank_ended)
         self._url = ""
@@ -148,7 +148,10 @@ class Agent:
         seen = Seen(desired.epoch, desired.index)
         if seen != self._seen:
             self._seen = seen
-            self._state.save_seen(seen)
+            try:
+                self._state.save_seen(seen)
+            except OSError as e:
+                self._log.error("seen_not_written", message="the next agent could obey an older document", error=e)
         self._desired = desired
         self._look.set()
 
@@ -286,7 +289,7 @@ class Reporter:
 
     def __init__(
         self, store: NodeStore, document: Callable[[], Observed | None], dirty: asyncio.Event,
-        written: Callable[[float], None], not_ours: Callable[[], None],
+        written: Callable[[float], None], not_ours: Callable[[], None], log: Log,
     ) -> None:  # fmt: skip
         """`not_ours` is called when a write was refused because the registration is gone."""
         self._store = store
@@ -294,6 +297,7 @@ class Reporter:
         self._dirty = dirty
         self._on_written = written
         self._not_ours = not_ours
+        self._log = log
         self._sequence = 0
         self._last: Observed | None = None
         self._last_at = 0.0
@@ -345,7 +349,8 @@ class Reporter:
         except NameTaken:
             self._not_ours()
             await asyncio.sleep(_RETRY_S)
-        except StoreError:
+        except StoreError as e:
+            self._log.warning("observed_not_written", message="it is tried again", error=str(e))
             await asyncio.sleep(_RETRY_S)
             self._dirty.set()
         else:

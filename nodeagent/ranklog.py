@@ -18,10 +18,10 @@ class RankLog:
     """Writer of one rank's log. Never raises and never blocks on anything but the disk: what does not fit is dropped and counted."""
 
     def __init__(self, path: str, part_bytes: int, parts: int) -> None:
-        """Keep at most `parts` files of about `part_bytes` each."""
+        """Keep at most `parts` files, two or more, of about `part_bytes` each."""
         self._path = path
         self._part_bytes = part_bytes
-        self._parts = parts
+        self._parts = max(2, parts)  # the name of the last full one tells where the newest begins
         self._rate = RATE_BYTES_PER_S
         self._burst = max(BURST_BYTES, part_bytes)
         self._budget = float(self._burst)

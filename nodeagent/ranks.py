@@ -7,11 +7,13 @@ end of a supervisor's pidfd says so too, and while a start is awaited a timer lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from gangline.core.telemetry import Log
 from gangline.nodeagent import adoption, rankfile
@@ -21,6 +23,8 @@ from gangline.nodeagent.launcher import Launch, Launcher
 from gangline.nodeagent.statedir import StateDir, is_safe
 
 _RESCAN_S = 0.25
+#: a rank that nothing is heard of for so long has not been started, and will not be
+START_TIMEOUT_S = 30.0
 _HINTS_BYTES = 1 << 16
 
 
@@ -74,17 +78,27 @@ class Ranks:
 
     def command(self, ref: RankRef, line: str) -> None:
         """Have the supervisor do something: at once, or as soon as there is one."""
-        path = self._status_path(ref).with_name(rankfile.control_name(ref.rank))
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, line.replace("\n", " ").encode() + b"\n")
-            finally:
-                os.close(fd)
-        if ref in self._supervised:
-            self._supervised[ref].kick()
+        supervised = self._supervised.get(ref)
+        try:
+            self._append_command(ref, line.replace("\n", " ").encode() + b"\n")
+        except OSError as e:
+            self._log.error("command_not_written", gang=ref.job, rank=ref.rank, message="the supervisor is told by signal instead", error=e)
+            if supervised is not None and line.startswith("stop "):
+                supervised.terminate()
+            return
+        if supervised is not None:
+            supervised.kick()
         else:
             self._unread.add(ref)
+
+    def _append_command(self, ref: RankRef, data: bytes) -> None:
+        path = self._status_path(ref).with_name(rankfile.control_name(ref.rank))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(fd, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
 
     def adopt(self, ref: RankRef, status: RankStatus) -> RankStatus:
         """Take over a rank of an earlier agent, and return what is true of it now."""
@@ -166,14 +180,27 @@ class Ranks:
     def _look_for_pending(self) -> None:
         """Look at starts whose hint did not come, and repeat requests that died with a fork server: nothing starts twice."""
         self._rescan = None
-        for ref in list(self._pending):
+        for ref, (launch, _, asked_at) in list(self._pending.items()):
             self.look(ref)
+            if ref in self._pending and time.monotonic() > asked_at + START_TIMEOUT_S:
+                self._give_up(ref, launch)
         if not self._pending:
             return
         if self._launcher.running:
             self._rescan = asyncio.get_running_loop().call_later(_RESCAN_S, self._look_for_pending)
         else:
             self._spawn([(launch, fd) for launch, fd, _ in self._pending.values()])
+
+    def _give_up(self, ref: RankRef, launch: Launch) -> None:
+        """Report a rank that has not come to be. Its status file is claimed, so that it cannot start later on; or there is no space for one."""
+        status = adoption.not_started(launch, f"not started within {START_TIMEOUT_S:g} s; see the agent's log")
+        try:
+            if not rankfile.claim(str(self._status_path(ref)), msgspec.to_builtins(status)):
+                return
+        except OSError as e:
+            self._log.error("start_given_up", gang=ref.job, rank=ref.rank, error=e)
+        del self._pending[ref]
+        self._on_status(ref, status)
 
     def _status_path(self, ref: RankRef) -> Path:
         return self._state.run_folder(ref.job, ref.generation) / rankfile.status_name(ref.rank)

@@ -21,13 +21,17 @@ from typing import NoReturn
 from gangline.nodeagent import kernel, rankfile
 from gangline.nodeagent.ranklog import RankLog
 
+# Plain numbers: the enumeration's members drag many objects along, and each page that a fork touches is copied.
+_SIGCHLD, _SIGUSR1, _SIGTERM, _SIGKILL = map(int, (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL))
+
 #: what the agent sends for each rank, see `launcher.Launch`
 Request = dict[str, object]
 
 #: SIGKILL to descendants that ignore SIGTERM after the rank's own process has ended
 STRAY_GRACE_S = 2.0
-#: how often a tree that does not want to die is looked at again
+#: a tree that does not want to die is looked at again after this time, then after twice that, and so on up to a second
 _KILL_AGAIN_S = 0.05
+_PUBLISH_AGAIN_S = 1.0
 _READ_BYTES = 1 << 18
 _DRAIN_BYTES_MAX = 1 << 21
 _NEVER = float("inf")
@@ -103,6 +107,9 @@ class _Supervisor:
         #: signals that came before the command ran; they would be lost on the forked copy of this process
         self.early_signals: list[int] = []
         self.kill_at = _NEVER
+        self.kill_pause_s = _KILL_AGAIN_S
+        #: when to write the status again that could not be written
+        self.publish_at = _NEVER
         self.control_offset = 0
         self.status: rankfile.Status = {}
 
@@ -113,7 +120,7 @@ class _Supervisor:
         kernel.no_new_privileges()
         self.wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _do_nothing)
+        signal.signal(_SIGCHLD, _do_nothing)
         if not self._claim():
             return
         self.log = RankLog(str(self.request["log"]), _int(self.request["log_part_bytes"]), _int(self.request["log_parts"]))
@@ -195,13 +202,15 @@ class _Supervisor:
                     self._on_exec()
                 else:
                     self._on_fence()
-            if time.monotonic() >= self.kill_at:
+            now = time.monotonic()
+            if now >= self.kill_at:
                 self._kill()
+            if now >= self.publish_at:
+                self._publish()
 
     def _timeout_ms(self) -> int | None:
-        if self.kill_at == _NEVER:
-            return None
-        return max(0, int((self.kill_at - time.monotonic()) * 1000) + 1)
+        at = min(self.kill_at, self.publish_at)
+        return None if at == _NEVER else max(0, int((at - time.monotonic()) * 1000) + 1)
 
     def _on_exec(self) -> None:
         """Learn whether the command runs: the pipe closes when exec succeeds, and brings the reason when it does not."""
@@ -233,12 +242,12 @@ class _Supervisor:
 
     def _on_signal(self) -> None:
         signals = os.read(self.wake_r, 512)
-        if signal.SIGCHLD in signals:
+        if _SIGCHLD in signals:
             self._reap()
-        if signal.SIGUSR1 in signals:
+        if _SIGUSR1 in signals:
             self._obey()
-        if signal.SIGTERM in signals:
-            self._stop(_int(self.request["grace_s"]), signal.SIGTERM, "stopped", "the supervisor was asked to end")
+        if _SIGTERM in signals:
+            self._stop(_int(self.request["grace_s"]), _SIGTERM, "stopped", "the supervisor was asked to end")
 
     def _reap(self) -> None:
         while True:
@@ -258,11 +267,11 @@ class _Supervisor:
         self.ended = True
         self.status["exit_code"] = status if how == os.CLD_EXITED else -status
         self.status["exited_at_ms"] = now_ms()
-        if self.status["exit_code"] == -signal.SIGKILL and not self.status["cause"] and _oom_kills() > self.oom_kills:
+        if self.status["exit_code"] == -_SIGKILL and not self.status["cause"] and _oom_kills() > self.oom_kills:
             self.status.update(cause="oom", message="killed while the kernel was out of memory")
         if self.exec_r >= 0:
             self._on_exec()
-        _signal_group(self.pid, signal.SIGTERM)
+        _signal_group(self.pid, _SIGTERM)
         self.kill_at = min(self.kill_at, time.monotonic() + STRAY_GRACE_S)
 
     # Obeying.
@@ -270,11 +279,11 @@ class _Supervisor:
     def _obey(self) -> None:
         """Carry out the commands that the agent has appended since the last time."""
         try:
-            with open(f"{self.folder}/{rankfile.control_name(self.rank)}", "rb") as f:
-                f.seek(self.control_offset)
-                data = f.read()
+            fd = os.open(f"{self.folder}/{rankfile.control_name(self.rank)}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return
+        data = os.pread(fd, _READ_BYTES, self.control_offset)
+        os.close(fd)
         whole = data[: data.rfind(b"\n") + 1]
         self.control_offset += len(whole)
         for line in whole.decode().splitlines():
@@ -308,10 +317,11 @@ class _Supervisor:
     def _kill(self) -> None:
         """SIGKILL to everything that is left, again and again until it is gone: a fork may have raced us."""
         if not self.ended:
-            _signal_group(self.pid, signal.SIGKILL)
+            _signal_group(self.pid, _SIGKILL)
         for pid in descendants(os.getpid()):
             _kill_descendant(pid)
-        self.kill_at = time.monotonic() + _KILL_AGAIN_S
+        self.kill_at = time.monotonic() + self.kill_pause_s
+        self.kill_pause_s = min(1.0, self.kill_pause_s * 2)
         self._reap()
 
     # The dead man's switch.
@@ -345,7 +355,7 @@ class _Supervisor:
         self.status.update(state="exited", dropped_bytes=self.log.dropped_total)
         self.status["exited_at_ms"] = self.status["exited_at_ms"] or now_ms()
         while not self._publish():
-            time.sleep(1.0)  # no space: the exit status must not be lost, so this process waits with it
+            time.sleep(_PUBLISH_AGAIN_S)  # no space: the exit status must not be lost, so this process waits with it
 
     def _drain(self) -> None:
         """Read what is left in the pipe. Bounded: somebody outside of the tree may hold its other end."""
@@ -364,7 +374,9 @@ class _Supervisor:
         try:
             rankfile.replace(self.status_path, self.status)
         except OSError:
+            self.publish_at = time.monotonic() + _PUBLISH_AGAIN_S
             return False
+        self.publish_at = _NEVER
         rankfile.hint(self.shared.hints, f"{self.request['job']} {self.request['generation']} {self.rank}\n")
         return True
 
@@ -380,7 +392,7 @@ def _become_rank(request: Request, devnull: int, out_w: int, exec_w: int, parent
     step = "start"
     try:
         os.setsid()
-        kernel.die_with_parent(signal.SIGKILL)
+        kernel.die_with_parent(_SIGKILL)
         if os.getppid() != parent:
             os._exit(127)
         os.dup2(devnull, 0)
@@ -446,10 +458,8 @@ def parents() -> dict[int, int]:
 
 
 def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            data = f.read()
-    except OSError:
+    data = rankfile.read_stat(pid)
+    if not data:
         return 0
     fields = data[data.rindex(b")") + 2 :].split(None, 2)
     return 0 if fields[0] in (b"Z", b"X") else int(fields[1])
@@ -477,7 +487,7 @@ def _kill_descendant(pid: int) -> None:
         return
     try:
         if _is_below(pid, os.getpid()):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            signal.pidfd_send_signal(handle, _SIGKILL)
     except OSError:
         pass
     finally:

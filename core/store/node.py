@@ -70,18 +70,19 @@ class StoreNode:
         self._keys = Keys(cluster)
         self._node = node
         self._alive = self._keys.alive(node)
-        self._identity = ""
+        #: identity and boot: a copied state directory on another host has the same identity, and is another agent all the same
+        self._owner = ("", "")
         self._lease = 0
         #: revision of the registration that is ours; every write is guarded by it
         self._registered_at = 0
 
     async def register(self, registration: Registration, *, ttl_s: float, lease: int = 0) -> Lease:
         """See NodeStore. An ambiguous result is settled by calling again: what we have written is recognised by its identity."""
-        self._identity = registration.identity
+        self._owner = (registration.identity, registration.boot_id)
         value = pack(registration)
         for _ in range(_REGISTER_ATTEMPTS):
             there = await self._store.get(self._alive)
-            if there is not None and _identity_in(there) != registration.identity:
+            if there is not None and _owner(there) != (registration.identity, registration.boot_id):
                 raise NameTaken(self._taken_message(there))
             granted = await self._living_lease(lease or (there.lease if there else 0), ttl_s)
             guard = Compare(self._alive, "mod_revision", "==", there.mod_revision if there else 0)
@@ -96,7 +97,7 @@ class StoreNode:
         """See NodeStore."""
         ttl_s = await self._store.lease_keepalive(self._lease)
         there = await self._store.get(self._alive)
-        if there is None or there.lease != self._lease or _identity_in(there) != self._identity:
+        if there is None or there.lease != self._lease or _owner(there) != self._owner:
             raise LeaseNotFound(f"lease {self._lease:x} answers, but the registration of {self._node!r} is gone or not ours: register again")
         return ttl_s
 
@@ -143,17 +144,18 @@ class StoreNode:
 
     def _taken_message(self, there: KeyValue) -> str:
         return (
-            f"node name {self._node!r} belongs to a living agent with identity {_identity_in(there)!r}, ours is {self._identity!r}: "
+            f"node name {self._node!r} belongs to a living agent (identity and boot {_owner(there)}, ours {self._owner}): "
             "stop that agent, wait for its lease to end, or take another name with --node"
         )
 
 
-def _identity_in(kv: KeyValue) -> str:
-    """Return who registered; "" for bytes that are no registration, which nobody's identity equals."""
+def _owner(kv: KeyValue) -> tuple[str, str]:
+    """Return who registered, in which boot; empty for bytes that are no registration, which is nobody's."""
     try:
-        return unpack(kv.value, Registration).identity
+        registration = unpack(kv.value, Registration)
     except ValueError:
-        return ""
+        return ("", "")
+    return (registration.identity, registration.boot_id)
 
 
 def _document(kv: KeyValue, as_type: type[T]) -> T:
