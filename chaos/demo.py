@@ -91,13 +91,13 @@ class Demo:
         answer = self.see.client.submit(_job(self.checkpoints, self.steps_wanted, self.backend), new_key()).body
         self.see.job_id = answer["job"]
         self.screen.say(f"submitted {answer['name']} as {self.see.job_id}: 16 ranks on two nodes, {self.steps_wanted} steps")
-        self.see.until(lambda: self.see.job.get("state") == "running" and bool(self.see.steps), 60.0, "the gang to train")
+        self.see.until(lambda: self.see.job.get("state") == "running" and bool(self.see.steps), 120.0, "the gang to train")
         self.screen.say(f"generation 1 trains on {' and '.join(self.see.job['nodes'])}")
 
     def _kill_rank(self) -> None:
         self._good_moment()
         before, injection = self._inject(f.KillRank(self.see.job_id, VICTIM))
-        after = self._after_restart(before, 30.0)
+        after = self._after_restart(before, 60.0)
         self._note(verdict.after_rank_kill(before, after, self.see.resume(after)))
         self._record(injection, before, after)
 
@@ -106,7 +106,7 @@ class Demo:
         # The node of rank 0, which writes checkpoints and metrics: nothing is spared.
         node = self.see.job["nodes"][0]
         before, injection = self._inject(f.KillNode(node))
-        after = self._after_restart(before, 60.0)
+        after = self._after_restart(before, 90.0)
         self._note(verdict.after_node_kill(node, before, after, self.see.resume(after)))
         self._record(injection, before, after)
         return injection
