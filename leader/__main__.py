@@ -9,9 +9,11 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 
+from gangline.core.model.codec import BadFrame
 from gangline.core.store.api import StoreError
 from gangline.core.store.endpoints import TlsFiles
 from gangline.core.store.etcd import EtcdStore
@@ -52,7 +54,7 @@ async def _run(
     journal = structured_logging(log_level, component="leader", scheduler=name)
     host, _, port = listen.rpartition(":")
     options = ApiOptions(
-        host=host.strip("[]"), port=int(port), token_file=str(token_file or ""), allowed_hosts=tuple(allowed_host)
+        host=host.strip("[]"), port=int(port), token_file=str(token_file or ""), allowed_hosts=(*allowed_host, *_host_of(advertise_url))
     )
     try:
         keys = Keys(cluster)
@@ -75,7 +77,7 @@ async def _run(
     try:
         await scheduler.run()
         return 0
-    except StoreError as e:
+    except (StoreError, BadFrame) as e:
         journal.error("stopped", index=scheduler.state.index, message=str(e))
         return EXIT_LOG_UNREADABLE
     finally:
@@ -83,6 +85,12 @@ async def _run(
         with contextlib.suppress(StoreError):
             await store.close()
         telemetry.shutdown()
+
+
+def _host_of(url: str) -> tuple[str, ...]:
+    """Others call this scheduler by the name that it tells them."""
+    host = urlsplit(url).hostname
+    return (host,) if host else ()
 
 
 if __name__ == "__main__":

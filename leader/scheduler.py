@@ -73,7 +73,7 @@ class Scheduler:
     # ---------------------------------------------------------------- life
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises BadFrame, IllegalTransition or LogGap when the log cannot be followed: a person must look at it."""
+        """Serve until `stop`. Raises BadFrame or LogGap when the log cannot be followed: a person must look at it."""
         background = [
             asyncio.create_task(announce(self._store, self._keys, SchedulerAddress(self.name, self.url), ttl_s=self._ttl_s)),
             asyncio.create_task(self._watch_leader()),

@@ -14,7 +14,6 @@ the commit fails, the term is over and the state is thrown away.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 
@@ -93,6 +92,8 @@ class Term:
         self._wake = asyncio.Event()
         self._inbox = NodeInbox(store, keys, self._wake.set)
         self._pending: list[Pending] = []
+        #: commands of the cycle under way: whether they are in the log is not known before its commit
+        self._taken: list[Pending] = []
         self._next_timer: int | None = None
         self._stopping = False
         self._over = False
@@ -129,7 +130,7 @@ class Term:
         for p in waiting:
             try:
                 out.append(await p.answer)
-            except Refused as e:
+            except (Refused, Unavailable) as e:
                 out.append(e)
         return out
 
@@ -194,12 +195,14 @@ class Term:
         if batch:
             await self._commit(batch)
         self._next_timer = settle(self.state)
+        self._report_faults()
         for pending, answer in answers:
             if not pending.answer.done():
                 if isinstance(answer, Accepted):
                     pending.answer.set_result(answer)
                 else:
                     pending.answer.set_exception(answer)
+        self._taken = []
         projected = self._project(batch)
         if batch.frames:
             self._journal.debug(
@@ -214,6 +217,7 @@ class Term:
 
     def _take_commands(self, batch: Batch) -> list[tuple[Pending, Accepted | Exception]]:
         taken, self._pending = self._pending[:_COMMANDS_PER_CYCLE], self._pending[_COMMANDS_PER_CYCLE:]
+        self._taken = taken
         if self._pending:
             self._wake.set()
         return [(p, self._admit(batch, p.command)) for p in taken if not p.answer.cancelled()]
@@ -271,6 +275,11 @@ class Term:
                 self.state.scratch.jobs.pop(getattr(event, "job", ""), None)
         return folded
 
+    def _report_faults(self) -> None:
+        for job, message in self.state.scratch.faults.items():
+            self._journal.error("policy_error", index=self.state.index, gang=job, message=message)
+        self.state.scratch.faults.clear()
+
     # ---------------------------------------------------------------- commit and project
 
     async def _commit(self, batch: Batch) -> None:
@@ -311,13 +320,15 @@ class Term:
         return changed
 
     def _refuse_pending(self) -> None:
-        """Those still waiting may or may not find their command in the log."""
-        pending, self._pending = self._pending, []
-        for p in pending:
-            if not p.answer.done():
-                p.answer.set_exception(Unavailable("the leader changed before the command was committed; send it again"))
-                with contextlib.suppress(BaseException):
-                    p.answer.exception()
+        """Answer those still waiting: the commands of the last cycle may or may not be in the log, the others certainly are not."""
+        unknown = Unavailable("the leader changed while the command was being committed; send it again with the same idempotency key")
+        for pending in self._taken:
+            if not pending.answer.done():
+                pending.answer.set_exception(unknown)
+        for pending in self._pending:
+            if not pending.answer.done():
+                pending.answer.set_exception(Unavailable("the leader changed before it took the command; send it again"))
+        self._taken, self._pending = [], []
 
 
 def _subject(command: Command) -> str:

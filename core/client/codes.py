@@ -171,6 +171,11 @@ CODES: dict[str, tuple[str, str, str]] = {
     ),
     "not_enough_cpus": ("too few CPUs are free", "The gang needs more CPUs than are free.", "Ask for fewer by resources.cpus."),
     "not_enough_memory": ("too little memory is free", "The gang needs more memory than is free.", "Ask for less by resources.memory."),
+    "policy_error": (
+        "the scheduler's rules failed on this job",
+        "A fault in the scheduler met this job; others are not affected. The scheduler's own log has the details.",
+        "Report it with the job file; a job of another shape may pass.",
+    ),
     "fragmented": (
         "enough is free, but spread",
         "In all there is enough, but no set of nodes has room for whole ranks (or for ranks_per_node of them) as the free part is spread.",

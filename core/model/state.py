@@ -230,6 +230,8 @@ class Scratch:
         self.timers: list[tuple[int, str]] = []
         #: a gang joined the queue, or capacity came free, since the queue was last gone through in vain
         self.queue_dirty = True
+        #: jobs on which the rules failed, and how: for the shell to report
+        self.faults: dict[str, str] = {}
 
 
 class State(msgspec.Struct):

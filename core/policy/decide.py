@@ -29,8 +29,16 @@ def decide(state: State, now_ms: int) -> list[ev.LogEvent]:
 def recover(state: State, now_ms: int) -> list[ev.LogEvent]:
     """One step for every gang whose situation calls for it, in order of submission."""
     jobs = sorted((state.jobs[j] for j in state.scratch.jobs if j in state.jobs), key=lambda j: j.number)
-    steps = (recovery.next_step(state, job, now_ms) for job in jobs)
+    steps = (_step(state, job, now_ms) for job in jobs)
     return [s for s in steps if s is not None]
+
+
+def _step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
+    try:
+        return recovery.next_step(state, job, now_ms)
+    except Exception as e:  # noqa: BLE001 - a job that the rules trip over must not stop all the others
+        state.scratch.faults[job.id] = f"{type(e).__name__}: {e}"
+        return None
 
 
 def allocate(state: State, now_ms: int) -> list[ev.LogEvent]:
@@ -70,7 +78,10 @@ def _try(
     key = placement.shape(job)
     if not special and key in failed:
         return failed[key]
-    answer = placement.place(job, free.for_job(job, now_ms))
+    try:
+        answer = placement.place(job, free.for_job(job, now_ms))
+    except Exception as e:  # noqa: BLE001 - a job that the rules trip over must not stop all the others
+        return placement.Refusal("policy_error", f"the scheduler's rules failed on this job: {type(e).__name__}: {e}")
     if not special and isinstance(answer, placement.Refusal):
         failed[key] = answer
     return answer

@@ -10,6 +10,8 @@ from gangline.core.model.fold import IllegalTransition, apply, seal
 from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart
 from gangline.core.model.state import Job, State
 from gangline.core.model.statecodec import dump_state, load_state
+from gangline.core.policy import placement as placement_rules
+from gangline.core.policy import recovery as recovery_rules
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
 from gangline.core.policy.recovery import AVOID_MS, PREPARE_TIMEOUT_MS
 
@@ -423,3 +425,27 @@ def test_a_stored_state_is_the_state() -> None:
     assert dump_state(again) == dump_state(c.state)
     assert again.queue == c.state.queue
     assert again.running == c.state.running
+
+
+def test_a_job_that_the_rules_trip_over_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Cluster("n1")
+    c.submit("poison")
+    c.submit("good")
+    real_place, real_step = placement_rules.place, recovery_rules.next_step
+
+    def place(job: Job, rooms: list[placement_rules.Room]) -> object:
+        return 1 // 0 if job.id == "poison" else real_place(job, rooms)
+
+    def step(state: State, job: Job, now_ms: int) -> object:
+        return 1 // 0 if job.id == "poison" else real_step(state, job, now_ms)
+
+    monkeypatch.setattr(placement_rules, "place", place)
+    monkeypatch.setattr(recovery_rules, "next_step", step)
+    wake(c.state, c.now)
+    while decisions := decide(c.state, c.now):
+        c.add(*decisions)
+    assert c.job("good").state == "placed"
+    deferral = c.job("poison").deferral
+    assert deferral is not None
+    assert deferral.code == "policy_error"
+    assert "ZeroDivisionError" in c.state.scratch.faults["poison"]
