@@ -441,7 +441,7 @@ def test_a_job_that_the_rules_trip_over_stops_no_other(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(placement_rules, "place", place)
     monkeypatch.setattr(recovery_rules, "next_step", step)
-    wake(c.state, c.now)
+    attend_to_all(c.state)
     while decisions := decide(c.state, c.now):
         c.add(*decisions)
     assert c.job("good").state == "placed"
