@@ -64,6 +64,7 @@ class Scheduler:
         self._snapshots = Snapshots(store, keys)
         self._archive = Archive(state_dir / "archive")
         self._clock = LogClock()
+        self._telemetry = telemetry
         self.metrics = Metrics(telemetry, lambda: self.state, self._clock.now_ms)
         self._tail: deque[Frame] = deque(maxlen=_TAIL_FRAMES)
         self._advanced = asyncio.Condition()
@@ -137,8 +138,9 @@ class Scheduler:
 
     async def _follow(self, revision: int) -> None:
         async for entries in self._log.follow(self.state.index + 1, revision + 1):
-            for _, data, _ in entries:
-                frame = fold_next(self.state, data)
+            for index, data, _ in entries:
+                with self._telemetry.span("fold", index):
+                    frame = fold_next(self.state, data)
                 self._clock.saw(frame.at_ms)
                 self._committed(frame)
             self.state.scratch.jobs.clear()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -41,6 +42,13 @@ from gangline.leader.watchers import NodeInbox
 
 #: a cycle takes no more commands than this; the rest wait for the next one
 _COMMANDS_PER_CYCLE = 2_000
+#: what a cycle's sentence counts
+_WORTH_TELLING: tuple[tuple[type[ev.LogEvent], str], ...] = (
+    (ev.JobSubmitted, "submitted"), (ev.GangPlaced, "placed"), (ev.GangReleased, "released"), (ev.RanksExited, "reports of ended ranks"),
+    (ev.GangRestarting, "restarting"), (ev.RankRestarting, "restarting a rank"), (ev.GangPreempting, "asked to leave"),
+    (ev.GangRequeued, "queued again"), (ev.GangFinished, "finished"), (ev.NodeJoined, "nodes joined"), (ev.NodeLost, "nodes lost"),
+    (ev.BrakeSet, "changes of the brake"),
+)  # fmt: skip
 #: far more rounds of deciding than a cycle can need; a policy that goes on has a fault
 _ROUNDS = 64
 #: a node that should be alive and is not has its lease's time and this long to show itself to a new leader
@@ -191,7 +199,8 @@ class Term:
         batch = self._begin(now)
         answers = self._take_commands(batch)
         self._take_nodes(batch, now)
-        rounds = self._decide(batch, now)
+        with self._telemetry.span("decide", batch.index):
+            rounds = self._decide(batch, now)
         if batch:
             await self._commit(batch)
         self._next_timer = settle(self.state)
@@ -203,14 +212,15 @@ class Term:
                 else:
                     pending.answer.set_exception(answer)
         self._taken = []
-        projected = self._project(batch)
-        if batch.frames:
-            self._journal.debug(
-                "cycle", index=self.state.index, epoch=batch.epoch, events=sum(len(s.frame.events) for s in batch.frames), rounds=rounds,
-                commands=len(answers), projected=projected, pending=len(self.state.queue), active=len(self.state.running),
-                took_ms=round((time.monotonic() - started) * 1000, 2),
-            )  # fmt: skip
-            self._metrics.cycled(time.monotonic() - started)
+        with self._telemetry.span("project", self.state.index):
+            projected = self._project(batch)
+        took_s = time.monotonic() - started
+        self._metrics.cycled(took_s)
+        self._journal.info(
+            "cycle", index=self.state.index, epoch=batch.epoch, events=sum(len(s.frame.events) for s in batch.frames), rounds=rounds,
+            commands=len(answers), projected=projected, pending=len(self.state.queue), active=len(self.state.running),
+            took_ms=round(took_s * 1000, 2), message=_in_words(batch, self.state),
+        )  # fmt: skip
 
     def _begin(self, now_ms: int | None = None) -> Batch:
         return Batch(self.state, self.leadership.token, max(self._clock.now_ms() if now_ms is None else now_ms, self.state.at_ms))
@@ -329,6 +339,13 @@ class Term:
             if not pending.answer.done():
                 pending.answer.set_exception(Unavailable("the leader changed before it took the command; send it again"))
         self._taken, self._pending = [], []
+
+
+def _in_words(batch: Batch, state: State) -> str:
+    """The cycle in one sentence."""
+    counts = Counter(type(e) for s in batch.frames for e in s.frame.events)
+    told = [f"{n} {what}" for kind, what in _WORTH_TELLING if (n := counts[kind])]
+    return f"{', '.join(told) or 'nothing new'}; {len(state.queue)} waiting, {len(state.running)} placed"
 
 
 def _subject(command: Command) -> str:
