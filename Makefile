@@ -15,7 +15,7 @@ setup: ## Make .venv, install gangline into it with everything for development, 
 	@.ci/setup dev examples
 	@.ci/etcd
 
-demo: ## See a training job survive the loss of a node and of the leading scheduler
+demo: ## See a training job lose a rank, a node and the leading scheduler, and go on
 	@.ci/setup examples
 	@.ci/etcd
 	@$(BIN)/python -m gangline.chaos.demo $(ARGS)
