@@ -16,9 +16,11 @@ import socket
 from gangline.nodeagent import kernel, rankfile, supervisor
 
 
-def main(state_dir: str) -> None:
-    """Serve until the agent's end of the socket closes."""
+def main(state_dir: str, nice: int) -> None:
+    """Serve until the agent's end of the socket closes. `nice` is the priority of ranks; the agent's own is better."""
     os.chdir(state_dir)
+    if nice != os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
     requests = socket.socket(fileno=0)
     os.set_inheritable(requests.fileno(), False)
     devnull = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

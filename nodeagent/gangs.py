@@ -48,6 +48,8 @@ class Node(msgspec.Struct, frozen=True):
     boot_id: str
     inventory: Inventory
     base_environment: dict[str, str]
+    #: priority of ranks
+    nice: int = 0
 
 
 class Gangs:
@@ -70,7 +72,7 @@ class Gangs:
         self._retired: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ranks = Ranks(state, Launcher(state.root), node.boot_id, self._on_status, log)
+        self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
         self.socket = JobSocket(state.job_socket, self._on_message)
         #: totals for the metrics
         self.started_total = 0

@@ -22,7 +22,7 @@ for name, path in (("gangline", []), ("gangline.nodeagent", [sys.argv[1]])):
     sys.modules[name] = module = type(sys)(name)
     module.__path__ = path
 from gangline.nodeagent.forkserver import main
-main(sys.argv[2])
+main(sys.argv[2], int(sys.argv[3]))
 """
 
 
@@ -58,8 +58,10 @@ class Launcher:
     A request that was lost with it may be sent again: the status file is claimed by whoever comes first, so no rank starts twice.
     """
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, *, nice: int = 0) -> None:
+        """Start ranks with the priority `nice`."""
         self._state_dir = state_dir
+        self._nice = nice
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = asyncio.Lock()
@@ -76,7 +78,7 @@ class Launcher:
         self.close()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(__file__).parent), str(self._state_dir)]
+        command = [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(__file__).parent), str(self._state_dir), str(self._nice)]
         with theirs:
             # Symbols are bound at once, and not again in each fork. Ranks get an environment of their own.
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), start_new_session=True, env={"LD_BIND_NOW": "1"})

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from gangline.nodeagent.statedir import StateDir, is_safe
 _RESCAN_S = 0.25
 #: a rank that nothing is heard of for so long has not been started, and will not be
 START_TIMEOUT_S = 30.0
+#: starts that the fork server works on at the same time
+STARTS_AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
 _HINTS_BYTES = 1 << 16
 
 
@@ -39,8 +42,11 @@ class Ranks:
         self._on_status = on_status
         self._log = log
         self._supervised: dict[RankRef, Supervised] = {}
-        #: handed to the fork server, no status file seen yet
+        #: not executing yet, as far as we know, with the moment of the request
         self._pending: dict[RankRef, tuple[Launch, int, float]] = {}
+        #: which of them wait for their turn, and when the others were handed to the fork server
+        self._waiting: deque[RankRef] = deque()
+        self._sent_at: dict[RankRef, float] = {}
         #: commands that wait for a supervisor to be kicked
         self._unread: set[RankRef] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -73,8 +79,10 @@ class Ranks:
         """Start ranks, each with the descriptor of its reserved port or -1. They report through `on_status`."""
         now = time.monotonic()
         for launch, fd in launches:
-            self._pending[RankRef(launch.job, launch.generation, launch.rank)] = (launch, fd, now)
-        self._spawn(launches)
+            ref = RankRef(launch.job, launch.generation, launch.rank)
+            self._pending[ref] = (launch, fd, now)
+            self._waiting.append(ref)
+        self._send()
 
     def command(self, ref: RankRef, line: str) -> None:
         """Have the supervisor do something: at once, or as soon as there is one."""
@@ -115,7 +123,8 @@ class Ranks:
         if status is None:
             return
         if ref in self._pending and status.state != "starting":
-            self.on_start_seconds(time.monotonic() - self._pending.pop(ref)[2])
+            self.on_start_seconds(time.monotonic() - self._pending[ref][2])
+            self._settled(ref)
         if status.state == "exited":
             self._let_go(ref)
         elif ref not in self._supervised and not self._hold(ref, status):
@@ -164,6 +173,23 @@ class Ranks:
             if is_safe(job) and generation.isdecimal() and rank.isdecimal():
                 self.look(RankRef(job, int(generation), int(rank)))
 
+    def _settled(self, ref: RankRef) -> None:
+        """A start has come to something: the next one may go."""
+        self._pending.pop(ref, None)
+        self._sent_at.pop(ref, None)
+        self._send()
+
+    def _send(self) -> None:
+        """Hand starts over, as many at a time as the machine can make: a large gang must not starve what is running already."""
+        launches = []
+        while self._waiting and len(self._sent_at) < STARTS_AT_ONCE:
+            ref = self._waiting.popleft()
+            launch, fd, _ = self._pending[ref]
+            self._sent_at[ref] = time.monotonic()
+            launches.append((launch, fd))
+        if launches:
+            self._spawn(launches)
+
     def _spawn(self, launches: Sequence[tuple[Launch, int]]) -> None:
         task = asyncio.get_running_loop().create_task(self._launch(launches))
         self._tasks.add(task)
@@ -180,16 +206,16 @@ class Ranks:
     def _look_for_pending(self) -> None:
         """Look at starts whose hint did not come, and repeat requests that died with a fork server: nothing starts twice."""
         self._rescan = None
-        for ref, (launch, _, asked_at) in list(self._pending.items()):
+        for ref, sent_at in list(self._sent_at.items()):
             self.look(ref)
-            if ref in self._pending and time.monotonic() > asked_at + START_TIMEOUT_S:
-                self._give_up(ref, launch)
+            if ref in self._sent_at and time.monotonic() > sent_at + START_TIMEOUT_S:
+                self._give_up(ref, self._pending[ref][0])
         if not self._pending:
             return
         if self._launcher.running:
             self._rescan = asyncio.get_running_loop().call_later(_RESCAN_S, self._look_for_pending)
         else:
-            self._spawn([(launch, fd) for launch, fd, _ in self._pending.values()])
+            self._spawn([self._pending[ref][:2] for ref in self._sent_at])
 
     def _give_up(self, ref: RankRef, launch: Launch) -> None:
         """Report a rank that has not come to be. Its status file is claimed, so that it cannot start later on; or there is no space for one."""
@@ -199,7 +225,7 @@ class Ranks:
                 return
         except OSError as e:
             self._log.error("start_given_up", gang=ref.job, rank=ref.rank, error=e)
-        del self._pending[ref]
+        self._settled(ref)
         self._on_status(ref, status)
 
     def _status_path(self, ref: RankRef) -> Path:
