@@ -248,6 +248,7 @@ def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_
     if e.forgive and job.failures_ms:
         job.failures_ms.pop()
         job.failures_in_row = max(0, job.failures_in_row - 1)
+        job.restarts -= 1
     _account_failure(job, e.failure_class, at_ms)
     _end_generation(job, at_ms)
     _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, e.lost_nodes, at_ms)
