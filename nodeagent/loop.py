@@ -36,7 +36,9 @@ from gangline.nodeagent.statedir import Seen, StateDir
 
 #: steps of training are written at most this often; everything else at once
 PROGRESS_S = 2.0
-#: changes within this time are written together; the first one after a quiet time is written at once
+#: while ranks of a gang are starting, those that execute are reported together this often; the last one is reported at once
+STARTS_S = 0.05
+#: other changes within this time are written together; the first one after a quiet time is written at once
 GATHER_S = 0.01
 #: how often the schedulers' addresses are read, and old logs removed
 _SCHEDULERS_S = 15.0
@@ -321,21 +323,28 @@ class Reporter:
             document = self._document()
             if document is None or not self._differs(document):
                 continue
-            if self._last is not None and _without_steps(document) == _without_steps(self._last):
+            wait_s = self._last_at + self._patience(document) - time.monotonic()
+            if wait_s > 0:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._something_else(), max(0.0, self._last_at + PROGRESS_S - time.monotonic()))
+                    await asyncio.wait_for(self._something_urgent(), wait_s)
                 document = self._document()
             if document is not None:
                 await self._write(document)
                 await asyncio.sleep(GATHER_S)
 
-    async def _something_else(self) -> None:
-        """Wait until more than steps has changed."""
+    def _patience(self, document: Observed) -> float:
+        """Return how long after the last write this one can wait."""
+        if self._last is None or _urgent(document) != _urgent(self._last):
+            return 0.0
+        return PROGRESS_S if _without_steps(document) == _without_steps(self._last) else STARTS_S
+
+    async def _something_urgent(self) -> None:
+        """Wait until there is something that cannot wait."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()
             document = self._document()
-            if document is not None and self._last is not None and _without_steps(document) != _without_steps(self._last):
+            if document is not None and not self._patience(document):
                 return
 
     def _differs(self, document: Observed) -> bool:
@@ -362,6 +371,16 @@ class Reporter:
 def _without_steps(document: Observed) -> tuple[Any, ...]:
     gangs: tuple[ObservedGang, ...] = tuple(msgspec.structs.replace(g, step=-1) for g in document.gangs)
     return (document.desired_index, document.epoch, gangs)
+
+
+def _urgent(document: Observed) -> tuple[Any, ...]:
+    """Return all but how far each gang's start and its training have come."""
+    return (document.desired_index, document.epoch, tuple(_urgent_gang(g) for g in document.gangs))
+
+
+def _urgent_gang(gang: ObservedGang) -> tuple[ObservedGang, bool]:
+    over = tuple(r for r in gang.ranks if r.state not in ("starting", "running"))
+    return (msgspec.structs.replace(gang, step=-1, ranks=over), any(r.state == "starting" for r in gang.ranks))
 
 
 def _by_state(local: Local) -> list[tuple[float, dict[str, str]]]:
