@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -472,6 +473,80 @@ async def test_a_killed_supervisor_is_noticed(world: World):
     (after,) = await world.until_ranks("exited")
     assert after.cause == "lost"
     assert not alive(rank.pid)
+
+
+async def test_a_killed_fork_server_is_replaced_and_ranks_stay(world: World):
+    await world.submit("j", FOREVER)
+    await world.submit("k", "exit 4")
+    agent = world.start_agent()
+    await world.registered()
+    await world.desire(gang(1))
+    (rank,) = await world.until_ranks("running")
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    found = [int(p) for p in children.read_text().split()] if children.exists() else _children(agent.pid)
+    (server,) = found
+    os.kill(server, signal.SIGKILL)
+    await world.desire(gang(1), DesiredGang("k", 1, "run", (DesiredRank(0, 0, (5,), 1),), 1, 0, 1))
+    (other,) = await world.until_ranks("exited", "k")
+    assert other.exit_code == 4
+    assert alive(rank.pid)
+
+
+def _children(parent: int) -> list[int]:
+    return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal() and _parent(int(p.name)) == parent]
+
+
+def _parent(pid: int) -> int:
+    data = rankfile.read_stat(pid)
+    return int(data[data.rindex(b")") + 2 :].split()[1]) if data else 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_after_any_churn_the_node_runs_what_it_should(world: World, seed: int):
+    """Generations come, change size and go, faster than ranks start and stop; agents are killed in between."""
+    chance = random.Random(seed)
+    await world.submit("j", FOREVER, grace_s=1.0)
+    await world.submit("k", "trap '' TERM; " + FOREVER, grace_s=0.1)
+    agent = world.start_agent()
+    await world.registered()
+    generations = {"j": 0, "k": 0}
+    wanted: list[DesiredGang] = []
+    for _ in range(25):
+        wanted = []
+        for job in chance.sample(["j", "k"], chance.randint(0, 2)):
+            generations[job] += 1
+            wanted.append(gang(chance.randint(1, 4) if not wanted else 1, job, generations[job]))
+        if len(wanted) == 2:
+            taken = {g for r in wanted[0].ranks for g in r.gpus}
+            free = min({0, 4} - taken, default=4)
+            wanted[1] = DesiredGang(wanted[1].job, wanted[1].generation, "run", (DesiredRank(0, 0, (free,), wanted[1].generation),), 1, 0, 1)
+        await world.desire(*wanted)
+        if chance.random() < 0.15:
+            agent.kill()
+            agent.wait()
+            agent = world.start_agent()
+        await asyncio.sleep(chance.choice([0.0, 0.01, 0.05, 0.2]))
+    wanted = [gang(3, "j", generations["j"] + 1)]
+    await world.desire(*wanted)
+    ranks = await world.until_ranks("running", generation=generations["j"] + 1, timeout_s=30)
+    await world.until_gone("k")
+    assert [r.rank for r in ranks] == [0, 1, 2]
+    statuses = [s for p in (world.root / "n1/runs").glob("*/*/*.status") if (s := read_status(p))]
+    running = {s.pid for s in statuses if s.state != "exited"}
+    assert running == {r.pid for r in ranks}
+    # And nothing runs that no status file knows.
+    assert sorted(_ranks_below(world.root / "n1")) == sorted(r.pid for r in ranks)
+
+
+def _ranks_below(state: Path) -> list[int]:
+    """Return the first process of every rank whose working directory lies in this state directory."""
+    found = []
+    for p in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(p.name)
+            if os.readlink(p / "cwd").startswith(str(state / "work")) and os.getsid(pid) == pid:
+                found.append(pid)
+    return found
 
 
 async def test_a_second_agent_with_the_same_name_is_refused(world: World):
