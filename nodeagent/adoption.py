@@ -41,8 +41,8 @@ class RankStatus(msgspec.Struct, frozen=True):
 def read_status(path: Path) -> RankStatus | None:
     """Return the status in a file; None when there is none or it cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RankStatus)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(rankfile.read(str(path)), type=RankStatus)
+    except msgspec.DecodeError:
         return None
 
 
@@ -122,7 +122,11 @@ def not_started(launch: Launch, message: str) -> RankStatus:
 def save_status(path: Path, status: RankStatus) -> None:
     """Write a status in the place of a supervisor that is gone."""
     with contextlib.suppress(OSError):
-        rankfile.replace(str(path), msgspec.to_builtins(status))
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            rankfile.write(fd, msgspec.to_builtins(status))
+        finally:
+            os.close(fd)
 
 
 def _kill_session(status: RankStatus) -> None:

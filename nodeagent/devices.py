@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 import uuid
@@ -89,12 +90,13 @@ async def nvml_inventory(read: Callable[[], tuple[Gpu, ...]] | None = None, time
             set_(value)
 
     def ask() -> None:
+        result: tuple[Callable[[Any], None], Any]
         try:
-            gpus = (read or _read_nvml)()
+            result = answer.set_result, (read or _read_nvml)()
         except Exception as e:  # noqa: BLE001 - pynvml raises classes that it makes at run time; whatever it is, it is the reason
-            loop.call_soon_threadsafe(settle, answer.set_exception, OSError(f"{type(e).__name__}: {e}"))
-        else:
-            loop.call_soon_threadsafe(settle, answer.set_result, gpus)
+            result = answer.set_exception, OSError(f"{type(e).__name__}: {e}")
+        with contextlib.suppress(RuntimeError):  # so late that the loop is closed
+            loop.call_soon_threadsafe(settle, *result)
 
     # A daemon: a driver that hangs in the kernel must not keep the agent from ending.
     threading.Thread(target=ask, name="nvml", daemon=True).start()

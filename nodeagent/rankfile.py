@@ -1,6 +1,6 @@
 """The files by which agent and supervisors know of each other, and how a process is recognised. Small imports: bare interpreters read it.
 
-    runs/<job>/<generation>/rank-<r>.status   written by the supervisor, atomically; the truth about the rank
+    runs/<job>/<generation>/rank-<r>.status   written by the supervisor, the same line twice; the truth about the rank
     runs/<job>/<generation>/rank-<r>.ctl      appended to by the agent: one command a line, read by the supervisor on SIGUSR1
     notify                                    a FIFO: supervisors hint there that a status file has changed; a lost hint loses nothing
 
@@ -9,11 +9,17 @@ A FIFO and not a datagram socket, because the kernel queues ten datagrams by def
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
 NOTIFY = "notify"
 FENCE = "fence"
+
+_READ_TRIES = 5
+_STATUS_BYTES_MAX = 1 << 16
+#: longest explanation in a status
+MESSAGE_CHARS_MAX = 500
 
 #: fields of a status file, see `RankStatus` in adoption.py
 Status = dict[str, object]
@@ -63,33 +69,42 @@ def boot_id() -> str:
         return f.read().strip()
 
 
-def claim(path: str, status: Status) -> bool:
-    """Write the first version of a status file; False when there is one already, for then somebody else has started this rank.
-
-    A reader may see it half written. It is replaced soon, with a hint.
-    """
+def claim(path: str, status: Status) -> int:
+    """Make a status file and return its descriptor; -1 when there is one already, for then somebody else has started this rank."""
     try:
-        _write(path, status, os.O_EXCL)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        return False
-    return True
+        return -1
+    write(fd, status)
+    return fd
 
 
-def replace(path: str, status: Status) -> None:
-    """Write a new version of a status file: readers see the old one or the new one, whole."""
-    temporary = f"{path}.{os.getpid()}"
-    _write(temporary, status, os.O_TRUNC)
-    os.replace(temporary, path)
+def write(fd: int, status: Status) -> None:
+    """Write a status over the one before, in one call. Raises OSError.
+
+    In place, because a new file for each change costs the file system more than the process costs the kernel; and twice, so that a reader
+    that comes in between sees two different lines, and knows that it will be hinted at the file again. What is left of longer lines stands
+    behind them, where nobody reads. Not synced: after a power cut the boot id says that the rank is gone, whatever the file says.
+    """
+    line = json.dumps(status).encode() + b"\n"
+    if os.pwrite(fd, line + line, 0) < 2 * len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _write(path: str, status: Status, flags: int) -> None:
-    # Not synced: after a power cut the boot id says that the rank is gone, whatever the file says.
-    data = json.dumps(status).encode()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
-    try:
-        os.write(fd, data)
-    finally:
-        os.close(fd)
+def read(path: str) -> bytes:
+    """Return the JSON in a status file; empty when there is no such file, or not a whole status in it even after a moment."""
+    for _ in range(_READ_TRIES):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return b""
+        try:
+            first, _, rest = os.read(fd, _STATUS_BYTES_MAX).partition(b"\n")
+        finally:
+            os.close(fd)
+        if first and rest.startswith(first + b"\n"):
+            return first
+    return b""
 
 
 def open_hints() -> int:

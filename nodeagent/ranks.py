@@ -221,8 +221,10 @@ class Ranks:
         """Report a rank that has not come to be. Its status file is claimed, so that it cannot start later on; or there is no space for one."""
         status = adoption.not_started(launch, f"not started within {START_TIMEOUT_S:g} s; see the agent's log")
         try:
-            if not rankfile.claim(str(self._status_path(ref)), msgspec.to_builtins(status)):
+            fd = rankfile.claim(str(self._status_path(ref)), msgspec.to_builtins(status))
+            if fd < 0:
                 return
+            os.close(fd)
         except OSError as e:
             self._log.error("start_given_up", gang=ref.job, rank=ref.rank, error=e)
         self._settled(ref)

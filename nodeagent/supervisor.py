@@ -96,7 +96,6 @@ class _Supervisor:
         self.shared = shared
         self.rank = _int(request["rank"])
         self.folder = str(request["folder"])
-        self.status_path = f"{self.folder}/{rankfile.status_name(self.rank)}"
         self.fence = shared.fence if request["fenced"] else None
         self.oom_kills = _int(request["oom_kills"])
         self.pid = 0
@@ -143,7 +142,8 @@ class _Supervisor:
             "state": "starting", "pid": 0, "pid_start": 0, "exit_code": 0, "cause": "", "message": "",
             "started_at_ms": 0, "exited_at_ms": 0, "dropped_bytes": 0,
         }  # fmt: skip
-        return rankfile.claim(self.status_path, self.status)
+        self.status_fd = rankfile.claim(f"{self.folder}/{rankfile.status_name(self.rank)}", self.status)
+        return self.status_fd >= 0
 
     def _check(self) -> None:
         if self._fence_passed():
@@ -181,7 +181,7 @@ class _Supervisor:
     def _start_failed(self, message: str) -> None:
         self.gone = True
         self.status["cause"] = self.status["cause"] or "start_failed"
-        self.status["message"] = message
+        self.status["message"] = message[: rankfile.MESSAGE_CHARS_MAX]
         self.log.write(f"[gangline: {message}]\n".encode())
 
     # Living.
@@ -214,7 +214,7 @@ class _Supervisor:
 
     def _on_exec(self) -> None:
         """Learn whether the command runs: the pipe closes when exec succeeds, and brings the reason when it does not."""
-        reason = os.read(self.exec_r, 4096).decode("utf-8", "replace")
+        reason = os.read(self.exec_r, 4096).decode("utf-8", "replace")[: rankfile.MESSAGE_CHARS_MAX]
         self.poll.unregister(self.exec_r)
         os.close(self.exec_r)
         self.exec_r = -1
@@ -300,7 +300,7 @@ class _Supervisor:
         if self.ended:
             return
         if not self.status["cause"]:
-            self.status.update(cause=cause, message=message)
+            self.status.update(cause=cause, message=message[: rankfile.MESSAGE_CHARS_MAX])
         if not self.asked_to_stop:
             self.asked_to_stop = True
             if grace_s > 0:
@@ -372,7 +372,7 @@ class _Supervisor:
 
     def _publish(self) -> bool:
         try:
-            rankfile.replace(self.status_path, self.status)
+            rankfile.write(self.status_fd, self.status)
         except OSError:
             self.publish_at = time.monotonic() + _PUBLISH_AGAIN_S
             return False

@@ -437,7 +437,7 @@ def _fake_status(world: World, **changes: Any) -> None:
         "state": "running", "pid": me, "pid_start": start, "exit_code": 0, "cause": "", "message": "", "started_at_ms": 1,
         "exited_at_ms": 0,
     }  # fmt: skip
-    (folder / "rank-0.status").write_text(json.dumps(status | changes))
+    os.close(rankfile.claim(str(folder / "rank-0.status"), status | changes))
     record = {"job": "j", "generation": 1, "phase": "prepared"}
     (folder.parent / "gang").write_text(json.dumps(record))
 

@@ -22,7 +22,7 @@ from gangline.core.store.api import Definite, LeaseNotFound, Store
 from gangline.core.store.keys import Keys
 from gangline.core.store.memory import MemoryCluster, MemoryStore
 from gangline.core.store.node import NameTaken, SchedulerAddress, StoreNode
-from gangline.nodeagent import jobevents, logs
+from gangline.nodeagent import jobevents, logs, rankfile
 from gangline.nodeagent.devices import Inventory, discover, model_name, nvml_inventory, simulated
 from gangline.nodeagent.environment import Here, base_environment, rank_environment
 from gangline.nodeagent.fence import Fence
@@ -351,3 +351,19 @@ def test_records_are_readable_by_people(tmp_path: Path):
     state = StateDir(tmp_path)
     state.save_record(GangRecord("j", 1))
     assert json.loads((tmp_path / "runs/j/gang").read_text()) == {"job": "j", "generation": 1}
+
+
+def test_a_status_is_read_whole_or_not_at_all(tmp_path: Path):
+    path = str(tmp_path / "rank-0.status")
+    assert rankfile.read(path) == b""
+    fd = rankfile.claim(path, {"state": "a long one at first"})
+    assert rankfile.claim(path, {"state": "x"}) == -1
+    rankfile.write(fd, {"state": "b"})
+    assert json.loads(rankfile.read(path)) == {"state": "b"}
+    whole = Path(path).read_bytes()
+    old = b'{"state": "a"}\n' * 2
+    for torn in range(1, len(old)):
+        # A write of "b" over "a" that has come so far.
+        Path(path).write_bytes(whole[:torn] + old[torn:])
+        assert rankfile.read(path) in (b"", b'{"state": "a"}', b'{"state": "b"}')
+    os.close(fd)
