@@ -1,13 +1,13 @@
 """The process that forks supervisors: a bare interpreter with few imports, so that a fork is cheap. Run by `launcher.py`.
 
-Reads requests from the socket on standard input (4 bytes of length with at most one file descriptor beside them, then JSON) and ends
-when the agent does. What it has started lives on.
+Reads requests from the socket on standard input (4 bytes of length with at most one file descriptor beside them, then a marshalled
+dictionary: from the agent alone, and by the same interpreter) and ends when the agent does. What it has started lives on.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import marshal
 import mmap
 import os
 import signal
@@ -55,7 +55,7 @@ def _receive(requests: socket.socket) -> supervisor.Request | None:
         if not more:
             return None
         body += more
-    request: supervisor.Request = json.loads(body)
+    request: supervisor.Request = marshal.loads(body)
     request["port_fd"] = fds[0] if fds else -1
     return request
 

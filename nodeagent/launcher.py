@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import marshal
 import os
 import socket
 import subprocess
@@ -100,7 +100,7 @@ class Launcher:
                 raise
 
     async def _send(self, sock: socket.socket, request: Launch, fd: int) -> None:
-        body = json.dumps(msgspec.to_builtins(request)).encode()
+        body = marshal.dumps(msgspec.to_builtins(request))
         head = len(body).to_bytes(4, "big")
         while True:
             try:

@@ -361,9 +361,17 @@ def test_a_status_is_read_whole_or_not_at_all(tmp_path: Path):
     rankfile.write(fd, {"state": "b"})
     assert json.loads(rankfile.read(path)) == {"state": "b"}
     whole = Path(path).read_bytes()
-    old = b'{"state": "a"}\n' * 2
+    a, b = rankfile.encode({"state": "a"}), rankfile.encode({"state": "b"})
+    old = (a + b"\n") * 2
     for torn in range(1, len(old)):
         # A write of "b" over "a" that has come so far.
         Path(path).write_bytes(whole[:torn] + old[torn:])
-        assert rankfile.read(path) in (b"", b'{"state": "a"}', b'{"state": "b"}')
+        assert rankfile.read(path) in (b"", a, b)
     os.close(fd)
+
+
+@given(st.text(), st.integers(), st.lists(st.integers(0, 7)))
+def test_law_a_status_is_json(text: str, number: int, gpus: list[int]):
+    read = json.loads(rankfile.encode({"message": text, "pid": number, "gpus": gpus}))
+    assert (read["pid"], read["gpus"]) == (number, gpus)
+    assert read["message"] == "".join(c if c >= " " else " " for c in text)
