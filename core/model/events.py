@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from gangline.core.model.documents import Registration
+from gangline.core.model.queues import QueueSpec
 from gangline.core.model.spec import JobSpec
 
 FailureClass = Literal["application", "infrastructure"]
@@ -338,3 +339,12 @@ class NodeAdministered(LogEvent, frozen=True, kw_only=True, gc=False):
     by: str = ""
     reason: str = ""
     deadline_s: float = 0.0
+
+
+@_event("queues_declared")
+class QueuesDeclared(LogEvent, frozen=True, kw_only=True, gc=False):
+    """The queues are these from now on: the whole tree, every queue after its parent (core/model/queues.py)."""
+
+    queues: tuple[QueueSpec, ...]
+    by: str = ""
+    reason: str = ""

@@ -214,6 +214,42 @@ def duration(low: float, high: float, *, zero: str = "") -> Reader:
     return read
 
 
+def number(low: float, high: int) -> Reader:
+    """Read a number within bounds."""
+    rule = f"a number from {low:g} to {high:,}"
+
+    def read(reading: Reading, at: str, value: Any) -> float | None:
+        if type(value) is not int and type(value) is not float:
+            reading.wrong(at, value, rule)
+        elif low <= value <= high:
+            return float(value)
+        else:
+            reading.refuse(at, "GL-1104", f"{show(value)} is out of bounds: needed is {rule}.")
+        return None
+
+    return read
+
+
+def hundredths(low: float, high: int) -> Reader:
+    """Read a number to the hundredth; return its thousandths."""
+    rule = f"a number from {low:g} to {high:,}, to the hundredth"
+
+    def read(reading: Reading, at: str, value: Any) -> int | None:
+        if type(value) is not int and type(value) is not float:
+            reading.wrong(at, value, rule)
+            return None
+        if not low <= value <= high:
+            reading.refuse(at, "GL-1104", f"{show(value)} is out of bounds: needed is {rule}.")
+            return None
+        milli = round(value * 1000)
+        if milli % 10 or abs(milli - value * 1000) > max(1e-6, value * 1e-9):
+            reading.refuse(at, "GL-1104", f"{show(value)} is too fine: needed is {rule}.", f"{max(low, round(value, 2)):g}")
+            return None
+        return milli
+
+    return read
+
+
 def size(low_mib: int, high_mib: int) -> Reader:
     """Read a size with its unit; return MiB."""
     rule = f'a size with its unit MiB, GiB or TiB, as "64GiB", from {format_size(low_mib)} to {format_size(high_mib)}'

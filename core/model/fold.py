@@ -15,6 +15,7 @@ import msgspec
 from gangline.core.model import events as ev
 from gangline.core.model.codec import Frame
 from gangline.core.model.documents import RestartNotice, StopNotice
+from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.state import FINISHED_KEPT, Deferral, Holding, Job, Node, Part, Rank, State
 
 #: a generation that ran so long is healthy: failures after it are not "in a row" with those before (RELIABILITY row 43)
@@ -98,6 +99,8 @@ def _job_submitted(state: State, e: ev.JobSubmitted, index: int, epoch: int, at_
         raise IllegalTransition(e, f"idempotency key {e.idempotency_key!r} belongs to {state.keys[e.idempotency_key]}")
     if e.spec.name and e.spec.name in state.names:
         raise IllegalTransition(e, f"name {e.spec.name} belongs to {state.names[e.spec.name]}")
+    if (refusal := state.queues.refusal(e.spec.queue)) is not None:
+        raise IllegalTransition(e, f"queue {e.spec.queue} takes no jobs ({refusal})")
     state.submitted += 1
     job = Job(
         id=e.job, spec=e.spec, number=state.submitted, submitted_at_ms=at_ms, submitted_index=index, user=e.user,
@@ -448,6 +451,28 @@ def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: 
     _capacity(state)
 
 
+def _queues_declared(state: State, e: ev.QueuesDeclared, index: int, epoch: int, at_ms: int) -> None:
+    try:
+        tree = QueueTree(Declaration(e.queues, index, at_ms, e.by, e.reason))
+    except ValueError as error:
+        raise IllegalTransition(e, str(error)) from None
+    if not tree.declared:
+        raise IllegalTransition(e, "no queue is declared")
+    if lost := stranded(state, tree):
+        raise IllegalTransition(e, f"these queues have live jobs and would take none any more: {lost}")
+    state.queues = tree
+    _capacity(state)
+
+
+def stranded(state: State, tree: QueueTree) -> dict[str, int]:
+    """Return how many live jobs each queue has that would not be a leaf of this tree."""
+    found: dict[str, int] = {}
+    for job in state.jobs.values():
+        if job.state != "finished" and not tree.is_leaf(job.spec.queue):
+            found[job.spec.queue] = found.get(job.spec.queue, 0) + 1
+    return found
+
+
 # ---------------------------------------------------------------- shared steps
 
 
@@ -662,4 +687,5 @@ _HANDLERS: dict[type[ev.LogEvent], Callable[[State, Any, int, int, int], None]] 
     ev.CheckpointReported: _checkpoint_reported,
     ev.StopAcknowledged: _stop_acknowledged,
     ev.NodeAdministered: _node_administered,
+    ev.QueuesDeclared: _queues_declared,
 }

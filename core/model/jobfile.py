@@ -25,6 +25,7 @@ from gangline.core.model.fields import (
     decode,
     duration,
     duration_word,
+    hundredths,
     list_of,
     one_of,
     read_mapping,
@@ -135,21 +136,6 @@ def _queue(reading: Reading, at: str, value: Any) -> str | None:
         return value
     reading.refuse(at, "GL-1105", f"{show(value)} is not a queue: up to 8 names with a slash between them, each {NAME_RULE}.")
     return None
-
-
-def _cpus(reading: Reading, at: str, value: Any) -> int | None:
-    rule = "a number from 0.01 to 4,096, to the hundredth"
-    if type(value) is not int and type(value) is not float:
-        reading.wrong(at, value, rule)
-        return None
-    if not 0.01 <= value <= 4096:
-        reading.refuse(at, "GL-1104", f"{show(value)} is out of bounds: needed is {rule}.")
-        return None
-    milli = round(value * 1000)
-    if milli % 10 or abs(milli - value * 1000) > 1e-6:
-        reading.refuse(at, "GL-1104", f"{show(value)} is too fine: needed is {rule}.", f"{max(0.01, round(value, 2)):g}")
-        return None
-    return milli
 
 
 def _models(reading: Reading, at: str, value: Any) -> tuple[str, ...] | None:
@@ -285,7 +271,7 @@ _GANG: Fields = {
 _RESOURCES: Fields = {
     "gpus": ("gpus", whole(1, 64, "Leave the field out for a job without GPUs.")),
     "gpu_model": ("gpu_models", _models),
-    "cpus": ("cpus_milli", _cpus),
+    "cpus": ("cpus_milli", hundredths(0.01, 4096)),
     "memory": ("memory_mib", size(1, 64 * 1024 * 1024)),
 }
 _CHECKPOINT: Fields = {"path": ("path", _place), "interval": ("interval_s", duration(1.0, 30 * DAY_S))}

@@ -243,6 +243,10 @@ def _node_administered(e: ev.NodeAdministered) -> str:
     return _because(what + deadline, e.reason) + _by(e.by)
 
 
+def _queues_declared(e: ev.QueuesDeclared) -> str:
+    return _because(f"{_count(len(e.queues), 'queue')} declared ({_names(q.path for q in e.queues)})", e.reason) + _by(e.by)
+
+
 # ---------------------------------------------------------------- words
 
 
@@ -299,4 +303,5 @@ _SENTENCES: dict[type[ev.LogEvent], Callable[[Any], str]] = {
     ev.CheckpointReported: _checkpoint_reported,
     ev.StopAcknowledged: _stop_acknowledged,
     ev.NodeAdministered: _node_administered,
+    ev.QueuesDeclared: _queues_declared,
 }

@@ -23,6 +23,7 @@ import msgspec
 
 from gangline.core.model.documents import Registration, RestartNotice, StopNotice
 from gangline.core.model.events import Outcome
+from gangline.core.model.queues import QueueTree
 from gangline.core.model.spec import JobSpec
 
 #: version of this layout in snapshots
@@ -247,6 +248,8 @@ class State(msgspec.Struct):
     jobs: dict[str, Job] = {}
     nodes: dict[str, Node] = {}
     brake: Brake = msgspec.field(default_factory=Brake)
+    #: the declared queues; every live job is in one of its leaves once there are any
+    queues: QueueTree = msgspec.field(default_factory=QueueTree)
     submitted: int = 0
     #: idempotency key → job id, for the jobs above
     keys: dict[str, str] = {}

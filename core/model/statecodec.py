@@ -9,6 +9,7 @@ import msgspec
 
 from gangline.core.model.codec import digest
 from gangline.core.model.fold import queue_key
+from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.state import STATE_VERSION, Brake, Job, Node, State
 
 
@@ -35,14 +36,15 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     #: ids of active jobs: the order of their placement is not in the jobs themselves
     running: list[str]
     capacity_version: int
+    queues: Declaration = Declaration()
 
 
 def dump_state(state: State) -> bytes:
     """Return the state as msgpack. Two states are equal exactly when their bytes are."""
     stored = _Stored(
         version=STATE_VERSION, index=state.index, at_ms=state.at_ms, epoch=state.epoch, digest=state.digest, leader=state.leader,
-        jobs=state.jobs, nodes=state.nodes, brake=state.brake, submitted=state.submitted, keys=state.keys, names=state.names,
-        finished=list(state.finished), running=list(state.running), capacity_version=state.capacity_version,
+        jobs=state.jobs, nodes=state.nodes, brake=state.brake, queues=state.queues.declaration, submitted=state.submitted, keys=state.keys,
+        names=state.names, finished=list(state.finished), running=list(state.running), capacity_version=state.capacity_version,
     )  # fmt: skip
     data: bytes = msgpack.packb(msgspec.to_builtins(stored, builtin_types=(bytes,), str_keys=True), use_bin_type=True)
     return data
@@ -56,12 +58,14 @@ def load_state(data: bytes) -> State:
         if not isinstance(raw, dict) or raw.get("version") != STATE_VERSION:
             raise BadSnapshot(f"a state of version {raw.get('version') if isinstance(raw, dict) else '?'}; this process reads {STATE_VERSION}")
         stored = msgspec.convert(raw, _Stored, str_keys=True)
+        queues = QueueTree(stored.queues)
     except (msgpack.UnpackException, msgspec.ValidationError, ValueError, TypeError) as e:
         raise BadSnapshot(f"not a stored state: {e or type(e).__name__}") from e
     state = State(
         index=stored.index, at_ms=stored.at_ms, epoch=stored.epoch, digest=stored.digest, leader=stored.leader, jobs=stored.jobs,
-        nodes=stored.nodes, brake=stored.brake, submitted=stored.submitted, keys=stored.keys, names=stored.names,
-        finished=dict.fromkeys(stored.finished), running=dict.fromkeys(stored.running), capacity_version=stored.capacity_version,
+        nodes=stored.nodes, brake=stored.brake, queues=queues, submitted=stored.submitted, keys=stored.keys,
+        names=stored.names, finished=dict.fromkeys(stored.finished), running=dict.fromkeys(stored.running),
+        capacity_version=stored.capacity_version,
     )  # fmt: skip
     state.queue = sorted(queue_key(j) for j in state.jobs.values() if j.state == "queued")
     return state

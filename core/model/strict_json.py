@@ -32,10 +32,10 @@ def load_json(data: bytes | str, limit: int) -> Any:
     except UnicodeDecodeError as error:
         raise BadJob([Problem("", f"Not UTF-8: byte {error.start} cannot be decoded.", "GL-1001")]) from None
     except json.JSONDecodeError as error:
-        message = "The body is empty; a job is a JSON object." if not data.strip() else f"Not JSON: {error.msg}."
+        message = "The body is empty; needed is a JSON object." if not data.strip() else f"Not JSON: {error.msg}."
         raise BadJob([Problem("", message, "GL-1001", line=error.lineno, column=error.colno)]) from None
     except RecursionError:
-        raise BadJob([Problem("", "Nested deeper than any job can be.", "GL-1004")]) from None
+        raise BadJob([Problem("", "Nested deeper than anything here can be.", "GL-1004")]) from None
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

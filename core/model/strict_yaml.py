@@ -37,11 +37,11 @@ class Document:
         self.key_places: dict[str, tuple[int, int]] = {}
 
 
-def load_yaml(text: str, problems: list[Problem]) -> list[Document]:
+def load_yaml(text: str, problems: list[Problem], max_depth: int = MAX_DEPTH) -> list[Document]:
     """Return the documents that are not empty. Faults that can be passed over are added to `problems`, others raise BadJob."""
     loader = _LOADER(text)
     try:
-        builder = _Builder(loader, problems)
+        builder = _Builder(loader, problems, max_depth)
         while True:
             event = loader.get_event()
             if event is None or isinstance(event, yaml.StreamEndEvent):
@@ -73,10 +73,11 @@ class _Frame:
 class _Builder:
     """Turns the events of a stream into documents."""
 
-    def __init__(self, loader: Any, problems: list[Problem]) -> None:
+    def __init__(self, loader: Any, problems: list[Problem], max_depth: int) -> None:
         self.documents: list[Document] = []
         self._loader = loader
         self._problems = problems
+        self._max_depth = max_depth
         self._document = Document()
         self._stack: list[_Frame] = []
 
@@ -96,7 +97,7 @@ class _Builder:
         elif isinstance(event, yaml.DocumentStartEvent):
             self._document = Document()
             if event.tags:
-                self._refuse(event, "GL-1003", "%TAG directives are refused: a job file has no tags.")
+                self._refuse(event, "GL-1003", "%TAG directives are refused: write the value without it.")
         elif isinstance(event, yaml.DocumentEndEvent) and self._document.value is not None:
             self.documents.append(self._document)
 
@@ -121,8 +122,8 @@ class _Builder:
 
     def _open(self, items: dict[str, Any] | list[Any], event: Any) -> None:
         self._plain_node(event)
-        if len(self._stack) >= MAX_DEPTH:
-            raise self._fatal(event, "GL-1004", f"Nested deeper than {MAX_DEPTH} levels; no job is.")
+        if len(self._stack) >= self._max_depth:
+            raise self._fatal(event, "GL-1004", f"Nested deeper than {self._max_depth} levels, which nothing here needs.")
         pointer = self._put(items, event)
         self._stack.append(_Frame(items, pointer))
 
@@ -148,7 +149,7 @@ class _Builder:
         if event.anchor is not None:
             self._refuse(event, "GL-1003", f"The anchor &{show_text(event.anchor)} is refused: write the value out where it is needed.")
         if event.tag is not None:
-            self._refuse(event, "GL-1003", f"The tag {show_text(event.tag)} is refused: a job file has no tags.")
+            self._refuse(event, "GL-1003", f"The tag {show_text(event.tag)} is refused: write the value without it.")
 
     def _refuse(self, event: Any, code: str, message: str, pointer: str = "") -> None:
         if len(self._problems) >= MAX_PROBLEMS:

@@ -54,7 +54,7 @@ def parse_size(text: str) -> int | None:
 def format_size(mib: int) -> str:
     """Return the size in the largest unit that divides it: "64GiB"."""
     for unit, size in reversed(SIZE_UNITS.items()):
-        if mib % size == 0:
+        if mib and mib % size == 0:
             return f"{mib // size}{unit}"
     return f"{mib}MiB"
 

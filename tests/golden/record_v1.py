@@ -16,6 +16,7 @@ from gangline.core.model import events as ev
 from gangline.core.model.codec import digest, encode_event, encode_frame
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import apply, seal
+from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import state_digest
@@ -71,6 +72,17 @@ def _registration(node: str) -> Registration:
 
 def _parts(*nodes: str) -> tuple[ev.PlacedPart, ...]:
     return tuple(ev.PlacedPart(n, (ev.PlacedRank(2 * i, (0,)), ev.PlacedRank(2 * i + 1, (1,)))) for i, n in enumerate(nodes))
+
+
+def _queues() -> tuple[QueueSpec, ...]:
+    """Return a tree in which every field has a value of its own."""
+    quota = Amounts(gpus_milli=64_000, cpus_milli=512_500, memory_mib=4 << 20, models={"A100": 32_000, "H100": 32_000})
+    above = QueueSpec("shared", quota=quota, limit=Amounts(gpus_milli=96_000), over_quota_weight=Weights(2.5, 2.0, 0.5, {"H100": 3.0}))
+    below = QueueSpec(
+        "shared/nlp", quota=Amounts(gpus_milli=500), priority=120, reclaim_min_runtime_s=600.0, preempt_min_runtime_s=0.0,
+        usage_half_life_s=604_800.0, user_fairness=True, state="hold",
+    )  # fmt: skip
+    return (QueueSpec("default"), above, below, QueueSpec("research", state="drain"))
 
 
 def record() -> list[bytes]:
@@ -150,6 +162,7 @@ def record() -> list[bytes]:
     r.frame(ev.GangFinished(job="keep", outcome="failed", cause="node_lost", message="n2 is dead"))
     r.frame(ev.JobStopRequested(job="small", by="ada", reason="not needed"))
     r.frame(ev.GangFinished(job="small", outcome="cancelled", cause="stopped", message="stopped by ada", exit_code=143))
+    r.frame(ev.QueuesDeclared(queues=_queues(), by="root", reason="quotas for the new team"))
     r.frame(ev.LeaderResigned(scheduler="scheduler-b"))
     r.elected(41, "scheduler-a")
     return r.frames

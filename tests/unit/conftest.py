@@ -11,6 +11,7 @@ from gangline.core.model import events as ev
 from gangline.core.model.codec import encode_event, encode_frame
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import IllegalTransition, apply, seal
+from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import Gang, JobSpec, Resources
 from gangline.core.model.state import Job, State
 
@@ -82,6 +83,14 @@ def placement(state: State, job: Job, rng: random.Random) -> ev.GangPlaced | Non
     return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=tuple(parts), reason="fits")
 
 
+def declaration(rng: random.Random) -> ev.QueuesDeclared:
+    """Return queues of which the jobs' own is mostly a leaf, and mostly takes jobs."""
+    default = QueueSpec("default", Amounts(rng.randrange(64_000)), state=rng.choice(["open", "open", "hold", "drain"]))
+    research = QueueSpec("research", over_quota_weight=Weights(gpus=rng.random()))
+    trees = ((default,), (default, research), (research, QueueSpec("research/nlp"), default), (default, QueueSpec("default/a")))
+    return ev.QueuesDeclared(queues=rng.choice(trees), by="ann")
+
+
 def proposals(state: State, rng: random.Random, number: int) -> Iterator[ev.LogEvent]:
     """Yield events that could come next in this state; some of them are illegal in it."""
     if rng.random() < 0.1:
@@ -95,6 +104,8 @@ def proposals(state: State, rng: random.Random, number: int) -> Iterator[ev.LogE
         yield rng.choice([ev.NodeLost(node=node, cause="lease", message="gone"), ev.NodeAdministered(node=node, action=action)])
     if rng.random() < 0.02:
         yield ev.BrakeSet(on=not state.brake.on, message="mass loss")
+    if rng.random() < 0.05:
+        yield declaration(rng)
     jobs = [j for j in state.jobs.values() if j.state != "finished"]
     for job in rng.sample(jobs, min(3, len(jobs))):
         yield from _proposals_for(state, job, rng)

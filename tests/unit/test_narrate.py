@@ -4,6 +4,7 @@ from gangline.core.model import events as ev
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import PlacedPart, PlacedRank, RankExit
 from gangline.core.model.narrate import JobStory, concerns, duration, exit_words, numbers, sentence
+from gangline.core.model.queues import QueueSpec
 from gangline.core.model.spec import Gang, JobSpec, Resources
 
 
@@ -83,6 +84,10 @@ EXAMPLES: list[tuple[ev.LogEvent, str]] = [
             ("undrain", "node n1 is no longer drained: fan (by ann)"),
             ("confirm_dead", "node n1 is confirmed to be off: fan (by ann)"),
         )
+    ),
+    (
+        ev.QueuesDeclared(queues=(QueueSpec("research"), QueueSpec("research/nlp"), QueueSpec("batch")), by="ann", reason="new team"),
+        "3 queues declared (research, research/nlp and batch): new team (by ann)",
     ),
 ]
 
