@@ -99,6 +99,7 @@ class _Supervisor:
         self.fence = shared.fence if request["fenced"] else None
         self.oom_kills = _int(request["oom_kills"])
         self.pid = 0
+        self.lock_fds: list[int] = []
         #: the rank's own process has ended; nothing of the rank is left
         self.ended = False
         self.gone = False
@@ -160,7 +161,9 @@ class _Supervisor:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            os.close(fd)
             raise StartError(f"device {os.path.basename(path)} is still held by another rank") from None
+        self.lock_fds.append(fd)
 
     def _start(self) -> None:
         out_r, out_w = os.pipe2(os.O_CLOEXEC)
@@ -352,6 +355,9 @@ class _Supervisor:
     def _finish(self) -> None:
         self._drain()
         self.log.close()
+        # Before the end is told: whoever hears of it may start the next rank on the same devices at once.
+        for fd in self.lock_fds:
+            os.close(fd)
         self.status.update(state="exited", dropped_bytes=self.log.dropped_total)
         self.status["exited_at_ms"] = self.status["exited_at_ms"] or now_ms()
         while not self._publish():
