@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -44,9 +45,10 @@ class Scheduler:
     """Implements `service.Service`."""
 
     def __init__(
-        self, *, name: str, store: Store, keys: Keys, url: str, state_dir: Path, ttl_s: float, telemetry: Telemetry, journal: Journal
-    ) -> None:
-        """`url` is where the API of this scheduler is reached, `ttl_s` the time to live of a leadership."""
+        self, *, name: str, store: Store, keys: Keys, url: str, state_dir: Path, ttl_s: float, telemetry: Telemetry, journal: Journal,
+        monotonic: Callable[[], float] = time.monotonic, wall_ms: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
+        """`url` is where the API of this scheduler is reached, `ttl_s` the time to live of a leadership; a simulation brings its own clocks."""
         self.name = name
         self.url = url
         self.role: Literal["starting", "standby", "leader"] = "starting"
@@ -63,7 +65,8 @@ class Scheduler:
         self._log = Log(store, keys)
         self._snapshots = Snapshots(store, keys)
         self._archive = Archive(state_dir / "archive")
-        self._clock = LogClock()
+        self._monotonic = monotonic
+        self._clock = LogClock(monotonic, wall_ms)
         self._telemetry = telemetry
         self.metrics = Metrics(telemetry, lambda: self.state, self._clock.now_ms)
         self._tail: deque[Frame] = deque(maxlen=_TAIL_FRAMES)
@@ -115,7 +118,7 @@ class Scheduler:
     async def _stand_by(self, revision: int) -> Leadership | None:
         """Fold the log as it grows until elected; None when the scheduler stops or must recover."""
         value = candidate.encode(candidate.this_process(self.name))
-        election = Election(self._store, self._keys, self.name, value, self._ttl_s)
+        election = Election(self._store, self._keys, self.name, value, self._ttl_s, clock=self._monotonic)
         campaign = asyncio.create_task(election.campaign())
         follow = asyncio.create_task(self._follow(revision))
         stop = asyncio.create_task(self._stopping.wait())
@@ -154,7 +157,7 @@ class Scheduler:
             await self._catch_up()
             term = self.term = Term(
                 name=self.name, store=self._store, keys=self._keys, log=self._log, leadership=leadership, state=self.state,
-                clock=self._clock, metrics=self.metrics, journal=self._journal, on_frame=self._lead_frame,
+                clock=self._clock, metrics=self.metrics, journal=self._journal, on_frame=self._lead_frame, monotonic=self._monotonic,
             )  # fmt: skip
             self.role, self.leader_name, self.leader_url = "leader", self.name, self.url
             snapshotter = Snapshotter(self._store, self._log, self._snapshots, self._archive, term, self._journal)
@@ -265,7 +268,7 @@ class Scheduler:
 
     async def _watch_leader(self) -> None:
         """Know who leads and how to reach it."""
-        election = Election(self._store, self._keys, self.name, b"", self._ttl_s)
+        election = Election(self._store, self._keys, self.name, b"", self._ttl_s, clock=self._monotonic)
         async for seen in election.observe():
             other = candidate.decode(seen.value) if seen.token else None
             self.leader_name = other.name if other is not None else ""

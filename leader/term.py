@@ -75,7 +75,7 @@ class Term:
 
     def __init__(
         self, *, name: str, store: Store, keys: Keys, log: Log, leadership: Leadership, state: State, clock: LogClock,
-        metrics: Metrics, journal: Journal, on_frame: Callable[[Frame], None],
+        metrics: Metrics, journal: Journal, on_frame: Callable[[Frame], None], monotonic: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`state` is folded up to the end of the log, and belongs to the term from now on."""
         self.name = name
@@ -98,7 +98,7 @@ class Term:
         self._journal = journal
         self._on_frame = on_frame
         self._wake = asyncio.Event()
-        self._inbox = NodeInbox(store, keys, self._wake.set)
+        self._inbox = NodeInbox(store, keys, self._wake.set, monotonic)
         self._pending: list[Pending] = []
         #: commands of the cycle under way: whether they are in the log is not known before its commit
         self._taken: list[Pending] = []
@@ -203,7 +203,7 @@ class Term:
             rounds = self._decide(batch, now)
         if batch:
             await self._commit(batch)
-        self._next_timer = settle(self.state)
+        self._next_timer = settle(self.state, now)
         self._report_faults()
         for pending, answer in answers:
             if not pending.answer.done():

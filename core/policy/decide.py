@@ -122,12 +122,12 @@ def wake(state: State, now_ms: int) -> None:
             state.scratch.queue_dirty = state.scratch.queue_dirty or job.state == "queued"
 
 
-def settle(state: State) -> int | None:
-    """Everything has been looked at: note when each job must be looked at again. Returns the log time of the next timer."""
+def settle(state: State, now_ms: int) -> int | None:
+    """Everything has been looked at as of `now_ms`: note when each job must be looked at again. Returns the log time of the next timer."""
     timers = state.scratch.timers
     for job_id in state.scratch.jobs:
         job = state.jobs.get(job_id)
-        due = recovery.due_ms(state, job) if job is not None else None
+        due = recovery.due_ms(state, job, now_ms) if job is not None else None
         if due is not None:
             heappush(timers, (due, job_id))
     state.scratch.jobs.clear()

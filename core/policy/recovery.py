@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 from gangline.core.model import events as ev
 from gangline.core.model.fold import row_of_failures
@@ -60,25 +61,29 @@ def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     return _drain(state, job, now_ms)
 
 
-def due_ms(state: State, job: Job) -> int | None:
-    """Return the log time at which `next_step` may answer otherwise although nothing happens; None when time changes nothing."""
-    due: list[int] = []
-    if job.state in ("queued", "restarting") and job.not_before_ms > state.at_ms:
-        due.append(job.not_before_ms)
+def due_ms(state: State, job: Job, now_ms: int) -> int | None:
+    """Return the log time after `now_ms` at which `next_step` may answer otherwise although nothing happens; None when time changes nothing.
+
+    What was due by `now_ms` has been looked at: were it named again although nothing came of it, the shell would look for ever.
+    """
+    return min((due for due in _moments(state, job) if due > now_ms), default=None)
+
+
+def _moments(state: State, job: Job) -> Iterator[int]:
+    if job.state in ("queued", "restarting"):
+        yield job.not_before_ms
     if job.state == "queued":
-        due += [until for until in job.avoid.values() if until > state.at_ms]
+        yield from job.avoid.values()
     if job.state == "preempting" and job.notice is not None:
-        due.append(job.notice.deadline_ms)
-    if job.state in ("placed", "preparing"):
-        due.append(_prepare_deadline(job))
-    if job.running_since_ms:
-        if job.spec.time_limit_s:
-            due.append(int(job.running_since_ms - job.ran_ms + job.spec.time_limit_s * 1000))
+        yield job.notice.deadline_ms
+    if job.state in ("placed", "preparing", "running"):
+        yield _prepare_deadline(job)
         if job.spec.restart.on_rank_failure == "rank":
-            due += [_rank_backoff_end(job, r) for r in _ranks(job) if r.exited and _failed(r)]
+            yield from (_rank_backoff_end(job, r) for r in _ranks(job) if r.exited and _failed(r))
+    if job.running_since_ms and job.spec.time_limit_s:
+        yield int(job.running_since_ms - job.ran_ms + job.spec.time_limit_s * 1000)
     if job.active:
-        due += [n.drain_deadline_ms for n in _nodes(state, job) if n.draining and n.drain_deadline_ms > state.at_ms]
-    return min(due, default=None)
+        yield from (n.drain_deadline_ms for n in _nodes(state, job) if n.draining)
 
 
 def failure_class(rank: Rank) -> ev.FailureClass:

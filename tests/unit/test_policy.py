@@ -49,7 +49,7 @@ class Cluster:
         while decisions := decide(self.state, self.now):
             self.add(*decisions)
             out += decisions
-        settle(self.state)
+        settle(self.state, self.now)
         return out
 
     def job(self, job: str) -> Job:
@@ -249,7 +249,25 @@ def test_the_same_decisions_when_everything_is_looked_at() -> None:
     for _ in range(3):
         attend_to_all(c.state)
         assert decide(c.state, c.now) == []
-        settle(c.state)
+        settle(c.state, c.now)
+
+
+def test_what_was_due_and_came_to_nothing_is_not_due_again() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a", ranks=24)
+    c.cycle()
+    c.add(ev.PrepareFailed(job="a", generation=1, node="n1", message="no disk"))
+    c.cycle()
+    assert c.job("a").state == "queued"
+    c.add(ev.NodeAdministered(node="n2", action="cordon"))
+    c.cycle()
+    assert c.state.scratch.timers[0][0] == c.now + AVOID_MS
+    c.now += AVOID_MS
+    c.cycle()
+    c.now += 1
+    wake(c.state, c.now)
+    assert decide(c.state, c.now) == []
+    assert settle(c.state, c.now) is None, "it would look again and again, as fast as it can"
 
 
 # ---------------------------------------------------------------- failures of nodes

@@ -1,0 +1,374 @@
+"""A node: its hardware with ranks on it, and the agent, which runs the real `reconcile`, `report` and `Reporter` over ranks that are timers.
+
+What survives an agent, and what survives the host, are kept apart as on a real node: ranks and the fence outlive the agent, records outlive both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, Gpu, Observed, Registration
+from gangline.core.model.spec import JobSpec
+from gangline.core.store.api import Ambiguous, LeaseNotFound, StoreError
+from gangline.core.store.memory import MemoryCluster, MemoryStore
+from gangline.core.store.node import NameTaken, StoreNode
+from gangline.core.store.watching import Timing
+from gangline.core.telemetry import Log, structured_logging
+from gangline.nodeagent.liveness import margin
+from gangline.nodeagent.local import Local, LocalGang, LocalRank
+from gangline.nodeagent.loop import Reporter
+from gangline.nodeagent.reconcile import Action, FailPrepare, Forget, Notify, Prepare, Refuse, Start, Stop, next_look, reconcile, refusal
+from gangline.nodeagent.report import observed_gang
+
+TTL_S = 6.0
+
+
+class Run(msgspec.Struct):
+    """One life of one rank: what the checker reads."""
+
+    job: str
+    rank: int
+    generation: int
+    node: str
+    gpus: tuple[int, ...]
+    fenced: bool
+    began: float
+    ended: float = 0.0
+    code: int = 0
+
+
+class Habits(msgspec.Struct):
+    """How ranks and nodes behave; the world changes it when the faults are over."""
+
+    mean_life_s: float = 20.0
+    crash: float = 0.3
+    prepare_fails: float = 0.1
+    obeys: float = 0.7
+    calm: bool = False
+
+
+class SimNode:
+    """`up` when its agent runs. All randomness comes from `rng`."""
+
+    def __init__(self, cluster: MemoryCluster, name: str, rng: random.Random, habits: Habits, nobody_decides: Callable[[str], bool], gpus: int) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.rng = rng
+        self.habits = habits
+        self.runs: list[Run] = []
+        self.refusals: list[str] = []
+        self.boot, self.installed = 1, 1
+        self.gpus = {i: True for i in range(gpus)}
+        self.fence = 0.0
+        self.gangs: dict[str, LocalGang] = {}
+        self.specs: dict[str, JobSpec] = {}
+        self.retired: dict[str, int] = {}
+        self.seen = (0, 0)
+        self.desired: Desired | None = None
+        self._nobody_decides = nobody_decides
+        self._alive: dict[tuple[str, int, int], tuple[Run, asyncio.TimerHandle]] = {}
+        self._agent: list[asyncio.Task[Any]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._renewals = 0
+        self._journal: Log = structured_logging("error", io.StringIO())
+        self._fence_timer: asyncio.TimerHandle | None = None
+
+    # ---------------------------------------------------------------- hardware
+
+    @property
+    def up(self) -> bool:
+        return bool(self._agent)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def registration(self) -> Registration:
+        gpus = tuple(Gpu(i, f"{self.name}-{self.installed}-{i}", "H100", 80_000, healthy) for i, healthy in self.gpus.items())
+        return Registration(
+            node=self.name, identity=f"{self.name}-{self.installed}", boot_id=f"{self.installed}.{self.boot}", address=self.name, agent_url="",
+            gpus=gpus, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=TTL_S,
+        )  # fmt: skip
+
+    def crash(self, *, reinstalled: bool = False) -> None:
+        """The host dies, and everything on it."""
+        self.kill_agent()
+        for task in self._tasks:
+            task.cancel()
+        for key in list(self._alive):
+            self._end(key, -9, "node_restart")
+        for job, gang in self.gangs.items():
+            ranks = tuple(msgspec.structs.replace(r, state="exited", cause="node_restart", exit_code=-9) if r.live else r for r in gang.ranks)
+            self.gangs[job] = msgspec.structs.replace(gang, ranks=ranks, notice=None)
+        self.boot += 1
+        self.fence = 0.0
+        if reinstalled:
+            self.installed += 1
+            self.gangs, self.retired, self.specs, self.seen = {}, {}, {}, (0, 0)
+
+    def kill_agent(self) -> None:
+        """The agent dies; ranks and the fence go on."""
+        for task in self._agent:
+            task.cancel()
+        self._agent = []
+        for job, gang in self.gangs.items():
+            phase = gang.phase if gang.phase in ("prepared", "prepare_failed") else "new"
+            self.gangs[job] = msgspec.structs.replace(gang, phase=phase, acknowledged=())
+
+    def start_agent(self) -> None:
+        """Adopt what is there, and go on."""
+        if self._agent:
+            return
+        self._store = StoreNode(MemoryStore(self.cluster, self.name, timeout_s=1.0, timing=Timing(4.0, 1.0)), "test", self.name)
+        self._look, self._dirty, self._again = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._renewals = 0
+        self.desired = None
+        self._reporter = Reporter(self._store, self._document, self._dirty, lambda s: None, self._again.set, self._journal)
+        loops = (self._live, self._watch, self._reconcile, self._reporter.run)
+        self._agent = [asyncio.create_task(loop()) for loop in loops]
+
+    def wake(self) -> None:
+        """Look again: something about the hardware has changed."""
+        if self._agent:
+            self._changed()
+            self._again.set()
+
+    # ---------------------------------------------------------------- ranks
+
+    def _begin(self, job: str, r: DesiredRank) -> None:
+        """Execute a rank, unless it was stopped or fenced before."""
+        gang = self.gangs.get(job)
+        have = next((x for x in gang.ranks if x.key == (r.rank, r.generation)), None) if gang is not None else None
+        if have is None or not have.live:
+            return
+        fenced = self.specs[job].on_disconnect == "stop"
+        key = (job, r.rank, r.generation)
+        if have.state == "stopping" or (fenced and self.loop.time() >= self.fence):
+            self._status(key, state="exited", exit_code=-15, cause="stopped" if have.state == "stopping" else "fenced")
+            return
+        run = Run(job, r.rank, r.generation, self.name, r.gpus, fenced, self.loop.time())
+        self.runs.append(run)
+        self._alive[key] = (run, self.loop.call_later(self._life_s(), self._dies, key))
+        self._status(key, state="running", pid=1)
+
+    def _life_s(self) -> float:
+        return self.rng.uniform(0.1, 2.0) if self.habits.calm else self.rng.expovariate(1 / self.habits.mean_life_s)
+
+    def calm_down(self) -> None:
+        """Every rank ends well soon."""
+        for key, (run, timer) in list(self._alive.items()):
+            timer.cancel()
+            self._alive[key] = (run, self.loop.call_later(self._life_s(), self._dies, key))
+
+    def _dies(self, key: tuple[str, int, int]) -> None:
+        crashed = not self.habits.calm and self.rng.random() < self.habits.crash
+        self._end(key, self.rng.choice((1, -9, -11)) if crashed else 0, "")
+
+    def _end(self, key: tuple[str, int, int], code: int, cause: str) -> None:
+        found = self._alive.pop(key, None)
+        if found is None:
+            return
+        run, timer = found
+        timer.cancel()
+        run.ended, run.code = self.loop.time(), code
+        self._status(key, state="exited", exit_code=code, cause=cause, exited_at_ms=int(run.ended * 1000))
+
+    def _status(self, key: tuple[str, int, int], **fields: Any) -> None:
+        job, rank, generation = key
+        gang = self.gangs.get(job)
+        if gang is not None:
+            ranks = tuple(msgspec.structs.replace(r, **fields) if r.key == (rank, generation) else r for r in gang.ranks)
+            self._change(job, ranks=ranks)
+
+    def _extend(self, deadline: float) -> None:
+        if deadline <= self.fence:
+            return
+        self.fence = deadline
+        if self._fence_timer is not None:
+            self._fence_timer.cancel()
+        self._fence_timer = self.loop.call_at(deadline, self._fall)
+
+    def _fall(self) -> None:
+        for key, (run, _) in list(self._alive.items()):
+            if run.fenced:
+                self._end(key, -9, "fenced")
+
+    # ---------------------------------------------------------------- the agent's loops
+
+    async def _live(self) -> None:
+        while True:
+            self._again.clear()
+            asked = self.loop.time()
+            try:
+                lease = await asyncio.wait_for(self._store.register(self.registration(), ttl_s=TTL_S), 2.0)
+            except (StoreError, TimeoutError) as e:
+                self._ask(asked, not isinstance(e, NameTaken))
+                await asyncio.sleep(0.3)
+                continue
+            self._granted(asked, lease.ttl_s)
+            self._reporter.again()
+            self._look.set()
+            await self._renew()
+
+    async def _renew(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._again.wait(), TTL_S / 3)
+                return
+            except TimeoutError:
+                pass
+            while True:
+                asked = self.loop.time()
+                try:
+                    self._granted(asked, await asyncio.wait_for(self._store.keepalive(), 0.75))
+                    break
+                except LeaseNotFound:
+                    return
+                except (StoreError, TimeoutError):
+                    self._ask(asked, True)
+                    await asyncio.sleep(0.3)
+
+    def _ask(self, asked: float, failed: bool) -> None:
+        if failed and self._nobody_decides(self.name) and self.loop.time() < self.fence:
+            self._extend(self.loop.time() + TTL_S / 2)
+
+    def _granted(self, asked: float, ttl_s: float) -> None:
+        self._renewals += 1
+        self._extend(asked + ttl_s - margin(ttl_s))
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async for desired in self._store.watch_desired():
+                    self._accept(desired)
+            except StoreError:
+                pass
+            await asyncio.sleep(0.3)
+
+    def _accept(self, desired: Desired) -> None:
+        reason = refusal(desired, node=self.name, epoch=self.seen[0], index=self.seen[1])
+        if reason:
+            self.refusals.append(reason)
+            return
+        self.seen = (desired.epoch, desired.index)
+        self.desired = desired
+        self._look.set()
+
+    async def _reconcile(self) -> None:
+        while True:
+            wait_s = 1e6
+            if self.desired is not None:
+                wait_s = next_look(self.desired, self._local()) - self.loop.time()
+            try:
+                await asyncio.wait_for(self._look.wait(), max(0.05, min(1e6, wait_s)))
+            except TimeoutError:
+                pass
+            self._look.clear()
+            if self.desired is None:
+                continue
+            for action in reconcile(self.desired, self._local(), self.loop.time()):
+                if isinstance(action, Prepare | Start) and self.loop.time() >= self.fence:
+                    continue
+                self._act(action)
+            self._dirty.set()
+
+    def _local(self) -> Local:
+        return Local(self.gpus, dict(self.gangs), dict(self.retired))
+
+    def _document(self) -> Observed | None:
+        if not self._renewals or self.desired is None:
+            return None
+        wanted = {g.job: g for g in self.desired.gangs}
+        gangs = tuple(observed_gang(have, wanted.get(job)) for job, have in sorted(self.gangs.items()))
+        reg = self.registration()
+        return Observed(
+            node=self.name, identity=reg.identity, boot_id=reg.boot_id, sequence=0, desired_index=self.desired.index,
+            epoch=self.desired.epoch, gangs=gangs,
+        )  # fmt: skip
+
+    def _changed(self) -> None:
+        if self._agent:
+            self._look.set()
+            self._dirty.set()
+
+    # ---------------------------------------------------------------- actions, as nodeagent/gangs.py carries them out
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Stop(job, ranks, cause, _, gently):
+                for rank, generation in ranks:
+                    self._status((job, rank, generation), state="stopping")
+                    wait_s = self.rng.random() * self.specs[job].preemption.grace_s if gently else 0.0
+                    self.loop.call_later(wait_s, self._end, (job, rank, generation), -15, cause)
+            case Notify(gang):
+                self._change(gang.job, notice=gang.notice, notified_at=self.loop.time(), acknowledged=())
+                for r in self.gangs[gang.job].live:
+                    if self.habits.calm or self.rng.random() < self.habits.obeys:
+                        self.loop.call_later(self.rng.random(), self._acknowledge, gang.job, r.rank)
+            case Prepare(gang, continued):
+                self._turn(gang)
+                self._change(gang.job, phase="preparing")
+                self._spawn(self._prepare(gang, continued))
+            case FailPrepare(gang, message):
+                self._turn(gang)
+                self._change(gang.job, phase="prepare_failed", message=message)
+            case Start(gang, new):
+                ranks = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=self.loop.time()) for r in new)
+                self._change(gang.job, ranks=(*self.gangs[gang.job].ranks, *ranks))
+                for r in new:
+                    self.loop.call_later(self.rng.random() * 0.2, self._begin, gang.job, r)
+            case Forget(job):
+                self.retired[job] = self.gangs.pop(job).generation
+                self._changed()
+            case Refuse(_, message):
+                self.refusals.append(message)
+
+    def _acknowledge(self, job: str, rank: int) -> None:
+        gang = self.gangs.get(job)
+        if gang is not None and gang.notice is not None:
+            self._change(job, acknowledged=tuple(sorted({*gang.acknowledged, rank})))
+
+    def _turn(self, gang: DesiredGang) -> None:
+        have = self.gangs.get(gang.job) or LocalGang(gang.job, gang.generation)
+        keep = tuple(r for r in have.ranks if r.live or r.key in {(w.rank, w.generation) for w in gang.ranks})
+        self.gangs[gang.job] = LocalGang(gang.job, gang.generation, ranks=keep, port=have.port, address=have.address)
+        self._changed()
+
+    async def _prepare(self, gang: DesiredGang, continued: bool) -> None:
+        agent = self._agent
+        await asyncio.sleep(self.rng.random() * 0.2)
+        message = "bad luck" if not self.habits.calm and self.rng.random() < self.habits.prepare_fails else ""
+        while self._agent is agent and gang.job not in self.specs:
+            try:
+                spec = await self._store.job_spec(gang.job)
+            except Ambiguous:
+                await asyncio.sleep(0.5)
+                continue
+            if spec is None:
+                message = "the spec of the job is not in the store"
+                break
+            self.specs[gang.job] = spec
+        have = self.gangs.get(gang.job)
+        if self._agent is not agent or have is None or have.generation != gang.generation or have.phase != "preparing":
+            return
+        if message:
+            self._change(gang.job, phase="prepare_failed", message=message)
+            return
+        port = have.port if continued else 4242 if gang.nodes <= 1 or any(r.rank == 0 for r in gang.ranks) else 0
+        hang_timeout_s = self.specs[gang.job].restart.hang_timeout_s
+        self._change(gang.job, phase="prepared", port=port, address=self.name if port else "", hang_timeout_s=hang_timeout_s)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _change(self, job: str, **fields: Any) -> None:
+        self.gangs[job] = msgspec.structs.replace(self.gangs[job], **fields)
+        self._changed()

@@ -1,0 +1,481 @@
+"""A whole cluster in one event loop on simulated time: schedulers, nodes, clients and an adversary, all of one seed.
+
+`play(seed)` runs it with faults, then lets the faults end, and checks what must be true: see `_check`. Everything but time, ranks and the
+store's server is the real code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import random
+import time
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+
+from gangline.core.model.codec import decode_frame
+from gangline.core.model.fold import apply_frame
+from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.state import State
+from gangline.core.model.statecodec import dump_state, state_digest
+from gangline.core.store.api import StoreError
+from gangline.core.store.archive import Archive
+from gangline.core.store.keys import Keys
+from gangline.core.store.log import Log
+from gangline.core.store.memory import Faults, MemoryCluster, MemoryStore
+from gangline.core.store.recover import recover
+from gangline.core.store.watching import Timing
+from gangline.core.telemetry import Telemetry, setup, structured_logging
+from gangline.leader import snapshotter
+from gangline.leader.commands import Accepted, Administer, Command, Refused, SetBrake, Stop, Submit
+from gangline.leader.scheduler import Scheduler
+from gangline.leader.service import NotLeader, Unavailable
+from simloop import SimLoop
+from simnode import Habits, Run, SimNode
+
+KEYS = Keys("test")
+GPUS = 4
+LEADER_TTL_S = 3.0
+#: quiet must come within this simulated time after the last fault: restarts' backoff, a prepare timeout and its avoidance, three in a row
+SETTLES_S = 900.0
+#: lines of the schedulers that none of them may write, whatever happens
+NEVER = ("illegal_event", "policy_error", "policy_does_not_settle")
+
+
+class Violation(AssertionError):
+    """Something that must always be true was not."""
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """How much of what."""
+
+    schedulers: int = 3
+    nodes: int = 5
+    jobs: int = 14
+    duration_s: float = 120.0
+    #: seconds between two acts of the adversary
+    pace_s: float = 3.0
+    ambiguous: float = 0.05
+    watch_trouble: float = 0.05
+    stale: float = 0.02
+
+
+class World:
+    def __init__(self, seed: int, scenario: Scenario, folder: Path, telemetry: Telemetry) -> None:
+        self.rng = random.Random(seed)
+        self.scenario = scenario
+        self.folder = folder
+        self.telemetry = telemetry
+        self.faults = Faults(seed)
+        self.loop = asyncio.get_running_loop()
+        self.cluster = MemoryCluster(
+            clock=self.loop.time, faults=self.faults, min_lease_ttl_s=1.0, latency=lambda: self.rng.random() * 0.004
+        )
+        self.habits = Habits()
+        self.journal = io.StringIO()
+        self.nodes = {
+            f"n{i}": SimNode(self.cluster, f"n{i}", random.Random(f"{seed}-n{i}"), self.habits, self.nobody_decides, GPUS)
+            for i in range(scenario.nodes)
+        }
+        self.schedulers: dict[str, tuple[Scheduler, asyncio.Task[None]]] = {}
+        self.dying: list[asyncio.Task[None]] = []
+        self.lives = 0
+        #: idempotency key → job that the client was told; "" for those of unknown outcome
+        self.submitted: dict[str, str] = {}
+        self.clients: list[asyncio.Task[None]] = []
+        self.story: list[str] = []
+
+    def say(self, what: str) -> None:
+        self.story.append(f"{self.loop.time():9.3f} {what}")
+
+    # ---------------------------------------------------------------- schedulers
+
+    def start_scheduler(self, name: str) -> None:
+        self.lives += 1
+        store = MemoryStore(self.cluster, f"{name}.{self.lives}", timeout_s=2.0, timing=Timing(4.0, 1.0))
+        s = Scheduler(
+            name=name, store=store, keys=KEYS, url=f"http://{name}", state_dir=self.folder / name, ttl_s=LEADER_TTL_S, telemetry=self.telemetry,
+            journal=structured_logging("info", self.journal, scheduler=store.name), monotonic=self.loop.time,
+            wall_ms=lambda: 1_000_000 + int(self.loop.time() * 1000),
+        )  # fmt: skip
+        s.metrics = mock.MagicMock(telemetry=self.telemetry)
+        self.schedulers[name] = (s, asyncio.create_task(s.run(), name=store.name))
+
+    def crash_scheduler(self, name: str) -> None:
+        """It stops between two awaits, and nothing that it would still send arrives."""
+        s, task = self.schedulers.pop(name)
+        assert isinstance(s._store, MemoryStore)
+        self.faults.partitioned.add(s._store.name)
+        task.cancel()
+        self.dying.append(task)
+
+    def nobody_decides(self, node: str) -> bool:
+        if node in self.faults.partitioned:
+            return False
+        living = [s for s, _ in self.schedulers.values()]
+        return bool(living) and not any(s.store_ok for s in living)
+
+    def leader(self) -> Scheduler | None:
+        return next((s for s, _ in self.schedulers.values() if s.role == "leader" and s.term is not None), None)
+
+    # ---------------------------------------------------------------- clients
+
+    async def ask(self, command: Command) -> Accepted | None:
+        """Send one command to whoever leads, until it is answered."""
+        while True:
+            s = self.leader()
+            if s is not None:
+                try:
+                    (answer,) = await s.execute([command])
+                except NotLeader:
+                    answer = NotLeader("", "")
+                if isinstance(answer, Accepted):
+                    return answer
+                if isinstance(answer, Refused):
+                    return None
+                if not isinstance(answer, (Unavailable, NotLeader)):
+                    raise answer
+            await asyncio.sleep(0.2)
+
+    async def client(self, number: int) -> None:
+        rng = self.rng
+        await asyncio.sleep(rng.random() * self.scenario.duration_s * 0.8)
+        key, tries = f"key-{number}", 0
+        spec = self.spec()
+        while True:
+            tries += 1
+            command = Submit(f"j{number}-{tries}", spec, idempotency_key=key, body_digest=str(number))
+            asking = asyncio.create_task(self.ask(command))
+            done, _ = await asyncio.wait([asking], timeout=rng.choice((0.01, 0.5, 20.0)))
+            if done:
+                answer = asking.result()
+                assert answer is not None, f"{key} refused"
+                self.submitted[key] = answer.subject
+                break
+            self.submitted.setdefault(key, "")
+            asking.cancel()
+        self.say(f"{key} is {self.submitted[key]}: {spec}")
+        if rng.random() < 0.25:
+            await asyncio.sleep(rng.random() * 30)
+            await self.ask(Stop(self.submitted[key], by="client", reason="enough"))
+            self.say(f"{self.submitted[key]} stopped")
+
+    def spec(self) -> JobSpec:
+        rng = self.rng
+        ranks = rng.choice((1, 1, 2, 3, 4, 6, 8, 8))
+        per_node = rng.choice((0, 0, 2)) if ranks % 2 == 0 else 0
+        gang = Gang(ranks, ranks if rng.random() < 0.7 else max(1, ranks // 2), per_node)
+        restart = Restart(
+            on_rank_failure=rng.choice(("gang", "gang", "rank", "never")), on_node_failure=rng.choice(("reschedule",) * 4 + ("fail",)),
+            max_restarts=rng.choice((1, 3, 100)), backoff_initial_s=rng.choice((0.0, 0.5, 3.0)), backoff_max_s=10.0,
+        )  # fmt: skip
+        return JobSpec(
+            ("train",), gang=gang, priority=rng.choice((10, 50, 150)), preemptible=rng.random() < 0.7, restart=restart,
+            resources=Resources(gpus=rng.choice((0, 1, 1, 2)), cpus_milli=rng.choice((100, 4_000))),
+            time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),
+            on_disconnect=rng.choice(("stop", "stop", "stop", "keep")),
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- the adversary
+
+    async def adversary(self) -> None:
+        acts = [
+            self._kill_leader, self._kill_scheduler, self._kill_agent, self._crash_node, self._reinstall_node, self._cut_node, self._cut_node,
+            self._cut_leader, self._watches, self._outage, self._compact, self._delete_election, self._drain, self._break_gpu, self._lease_gone,
+        ]  # fmt: skip
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1 / self.scenario.pace_s))
+            act = self.rng.choice(acts)
+            self.say(act.__name__)
+            await act()
+
+    def _later(self, s: float, do: object) -> None:
+        assert callable(do)
+        self.loop.call_later(s, do)
+
+    async def _kill_leader(self) -> None:
+        s = self.leader()
+        if s is not None:
+            self._kill(s.name)
+
+    async def _kill_scheduler(self) -> None:
+        if self.schedulers:
+            self._kill(self.rng.choice(sorted(self.schedulers)))
+
+    def _kill(self, name: str) -> None:
+        self.crash_scheduler(name)
+        self._later(self.rng.choice((0.0, 1.0, 10.0)), lambda: self.start_scheduler(name))
+
+    def _node(self) -> SimNode:
+        return self.nodes[self.rng.choice(sorted(self.nodes))]
+
+    async def _kill_agent(self) -> None:
+        node = self._node()
+        node.kill_agent()
+        self.say(f"agent {node.name}")
+        self._later(self.rng.choice((0.01, 1.0, 8.0, 20.0)), node.start_agent)
+
+    async def _crash_node(self) -> None:
+        node = self._node()
+        node.crash()
+        self.say(f"host {node.name}")
+        self._later(self.rng.choice((0.1, 2.0, 8.0, 30.0)), node.start_agent)
+
+    async def _reinstall_node(self) -> None:
+        if self.rng.random() < 0.5:
+            node = self._node()
+            node.crash(reinstalled=True)
+            self.say(f"host {node.name} reinstalled")
+            self._later(self.rng.choice((2.0, 8.0, 30.0)), node.start_agent)
+
+    async def _cut_node(self) -> None:
+        self._cut(self._node().name)
+
+    async def _cut_leader(self) -> None:
+        s = self.leader()
+        if s is not None:
+            assert isinstance(s._store, MemoryStore)
+            self._cut(s._store.name)
+
+    def _cut(self, name: str) -> None:
+        self.faults.partitioned.add(name)
+        self.say(f"cut {name}")
+        self._later(self.rng.choice((0.5, 3.0, 8.0, 20.0)), lambda: self._mend(name))
+
+    def _mend(self, name: str) -> None:
+        if name in self.nodes or any(isinstance(s._store, MemoryStore) and s._store.name == name for s, _ in self.schedulers.values()):
+            self.faults.partitioned.discard(name)
+
+    async def _watches(self) -> None:
+        self.rng.choice((self.cluster.cut_watches, self.cluster.silence_watches, self.cluster.elect))()
+
+    async def _outage(self) -> None:
+        self.faults.unavailable = True
+
+        def over() -> None:
+            self.faults.unavailable = False
+            self.cluster.elect()
+
+        self._later(self.rng.choice((0.3, 2.0, 12.0)), over)
+
+    async def _compact(self) -> None:
+        self.cluster.mvcc.compact(self.cluster.mvcc.revision) if self.cluster.mvcc.revision > self.cluster.mvcc.compacted else None
+
+    async def _delete_election(self) -> None:
+        with contextlib.suppress(StoreError):
+            await MemoryStore(self.cluster, "operator").delete(KEYS.leader)
+
+    async def _lease_gone(self) -> None:
+        """A node's registration vanishes although the node is well."""
+        with contextlib.suppress(StoreError):
+            await MemoryStore(self.cluster, "operator").delete(KEYS.alive(self._node().name))
+
+    async def _drain(self) -> None:
+        node = self._node().name
+        action = self.rng.choice(("drain", "undrain", "cordon", "uncordon", "confirm_dead"))
+        if action == "confirm_dead" and self.nodes[node].runs and any(not r.ended for r in self.nodes[node].runs):
+            return  # that would be a lie
+        deadline_s = self.rng.choice((0.0, 5.0))
+        self.say(f"{action} {node}")
+        self.clients.append(asyncio.create_task(self._administer(Administer(node, action, deadline_s=deadline_s))))
+
+    async def _administer(self, command: Administer) -> None:
+        await self.ask(command)
+
+    async def _break_gpu(self) -> None:
+        node = self._node()
+        gpu = self.rng.choice(sorted(node.gpus))
+        node.gpus = node.gpus | {gpu: not node.gpus[gpu]}
+        node.wake()
+
+    # ---------------------------------------------------------------- one play
+
+    async def run(self) -> None:
+        f, s = self.faults, self.scenario
+        f.ambiguous_write, f.stale_read, f.late_write_s = s.ambiguous, s.stale, 0.2
+        f.watch_repeat = f.watch_older = f.watch_split = s.watch_trouble
+        f.watch_cancel, f.watch_silent = s.watch_trouble / 4, s.watch_trouble / 4
+        for i in range(s.schedulers):
+            self.start_scheduler(f"s{i}")
+        for node in self.nodes.values():
+            node.start_agent()
+        self.clients = [asyncio.create_task(self.client(i)) for i in range(s.jobs)]
+        adversary = asyncio.create_task(self.adversary())
+        await asyncio.sleep(s.duration_s)
+        adversary.cancel()
+        await asyncio.wait([adversary])
+        await self.heal()
+        await self.settle()
+        await self._check()
+        await self.end()
+
+    async def heal(self) -> None:
+        """End all faults; what dies from now on does so because it was told to."""
+        self.say("peace")
+        await asyncio.sleep(31.0)  # what the adversary has set for later
+        f = self.faults
+        f.ambiguous_write = f.stale_read = f.watch_repeat = f.watch_older = f.watch_split = f.watch_cancel = f.watch_silent = 0.0
+        f.unavailable = False
+        alive = {s._store.name for s, _ in self.schedulers.values() if isinstance(s._store, MemoryStore)}
+        f.partitioned -= alive | set(self.nodes)
+        self.habits.calm = True
+        for name in self.nodes:
+            node = self.nodes[name]
+            node.gpus = dict.fromkeys(node.gpus, True)
+            node.start_agent()
+            node.wake()
+            node.calm_down()
+            await asyncio.wait_for(self._undo(name), 60)
+        await asyncio.wait_for(self.ask(SetBrake(False, by="operator")), 60)
+        await asyncio.wait_for(asyncio.gather(*self.clients), 120)
+
+    async def _undo(self, node: str) -> None:
+        await self.ask(Administer(node, "uncordon"))
+        await self.ask(Administer(node, "undrain"))
+
+    async def settle(self) -> None:
+        """Wait until nothing is left to do. Raises Violation with what is."""
+        until = self.loop.time() + SETTLES_S
+        while left := self._unsettled():
+            if self.loop.time() > until:
+                raise Violation(f"never settles: {left}")
+            for name, (_, task) in self.schedulers.items():
+                if task.done():
+                    raise Violation(f"scheduler {name} has ended: {task.exception()!r}")
+            await asyncio.sleep(1.0)
+
+    def _unsettled(self) -> list[str]:
+        s = self.leader()
+        if s is None:
+            return ["nobody leads"]
+        left = [f"{j.id} is {j.state} since {j.since_ms}, generation {j.generation}: {j.deferral}" for j in s.state.jobs.values() if j.state != "finished"]
+        left += [f"{j} holds {h} on {n.id}" for n in s.state.nodes.values() for j, h in n.holdings.items()]
+        left += [f"{n.id} is {n.status}" for n in s.state.nodes.values() if n.status != "up"]
+        left += [f"{n.name} still has {sorted(n.gangs)}" for n in self.nodes.values() if n.gangs]
+        left += [f"spec {kv.key!r}" for kv in self.cluster.mvcc.read(KEYS.jobs, KEYS.jobs[:-1] + b"0")]
+        others = [o for o, _ in self.schedulers.values() if o is not s]
+        left += [f"{o.name} is at {o.state.index} of {s.state.index}" for o in others if o.role != "standby" or o.state.index != s.state.index]
+        return left
+
+    async def end(self) -> None:
+        for node in self.nodes.values():
+            node.kill_agent()
+        for s, task in self.schedulers.values():
+            await s.stop()
+            self.dying.append(task)
+        await asyncio.gather(*self.dying, return_exceptions=True)
+
+    # ---------------------------------------------------------------- what must be true
+
+    async def _check(self) -> None:
+        """One log that folds; every replica and every recovery is that fold; nothing acknowledged is lost or doubled; ranks run once."""
+        leader = self.leader()
+        assert leader is not None
+        await self._check_log(leader)
+        self._check_submissions(leader.state)
+        check_runs([r for n in self.nodes.values() for r in n.runs])
+        for line in self.journal.getvalue().splitlines():
+            if any(f'"{word}"' in line for word in NEVER):
+                raise Violation(line)
+
+    async def _check_log(self, leader: Scheduler) -> None:
+        frames: dict[int, bytes] = {}
+        for name in sorted({s for s in (f"s{i}" for i in range(self.scenario.schedulers))}):
+            archive = Archive(self.folder / name / "archive")
+            for segment in archive.segments():
+                for index, data in archive.read(segment.first, segment.last):
+                    if frames.setdefault(index, data) != data:
+                        raise Violation(f"two archives differ at {index}")
+        async for index, data, _ in Log(MemoryStore(self.cluster, "checker"), KEYS).read(min(await self._first(), leader.state.index)):
+            if frames.setdefault(index, data) != data:
+                raise Violation(f"archive and log differ at {index}")
+        state = State()
+        for index in range(1, leader.state.index + 1):
+            apply_frame(state, decode_frame(frames[index], index, state.digest))
+            check_state(state)
+        found = await recover(MemoryStore(self.cluster, "checker"), KEYS)
+        for name, other in [("recovery", found.state), *((n, s.state) for n, (s, _) in self.schedulers.items())]:
+            if state_digest(other) != state_digest(state):
+                raise Violation(f"{name} differs from the fold of the log: {dump_state(other)!r} {dump_state(state)!r}")
+
+    async def _first(self) -> int:
+        return await Log(MemoryStore(self.cluster, "checker"), KEYS).first_index() or 1
+
+    def _check_submissions(self, state: State) -> None:
+        for key, job in self.submitted.items():
+            held = [j.id for j in state.jobs.values() if j.idempotency_key == key]
+            if held != [job]:
+                raise Violation(f"{key} was acknowledged as {job}, the log has {held}")
+
+
+def check_state(state: State) -> None:
+    """What must be true of every state."""
+    for node in state.nodes.values():
+        held = [g for h in node.holdings.values() for g in h.gpus]
+        if len(set(held)) != len(held):
+            raise Violation(f"index {state.index}: a device of {node.id} is held twice: {node.holdings}")
+        if set(held) & set(node.free_gpus):
+            raise Violation(f"index {state.index}: a device of {node.id} is held and free")
+        usable = {g.index for g in node.registration.gpus if g.healthy}
+        if set(node.free_gpus) != usable - set(held):
+            raise Violation(f"index {state.index}: free devices of {node.id} are {node.free_gpus}, not {usable - set(held)}")
+        cpus = node.registration.cpus_milli - sum(h.cpus_milli for h in node.holdings.values())
+        if cpus != node.free_cpus_milli:
+            raise Violation(f"index {state.index}: free CPUs of {node.id} are {node.free_cpus_milli}, not {cpus}")
+    for job in state.jobs.values():
+        held_on = [n.id for n in state.nodes.values() if job.id in n.holdings]
+        if sorted(held_on) != sorted(job.held_nodes):
+            raise Violation(f"index {state.index}: {job.id} holds on {held_on}, and thinks {list(job.held_nodes)}")
+        if job.active and not set(job.parts) <= set(held_on):
+            raise Violation(f"index {state.index}: {job.id} is {job.state} on {list(job.parts)} and holds on {held_on}")
+        if (job.id in state.running) != job.active:
+            raise Violation(f"index {state.index}: {job.id} is {job.state}, running: {job.id in state.running}")
+
+
+def check_runs(runs: list[Run]) -> None:
+    """No rank runs twice at once, and no device has two ranks."""
+    by_rank: dict[object, list[Run]] = {}
+    for r in runs:
+        by_rank.setdefault((r.job, r.rank), []).append(r)
+        for g in r.gpus:
+            by_rank.setdefault((r.node, "gpu", g), []).append(r)
+    for what, some in by_rank.items():
+        some.sort(key=lambda r: r.began)
+        for a, b in zip(some, some[1:], strict=False):
+            if not a.ended or a.ended > b.began:
+                raise Violation(f"{what} at once: {a} and {b}")
+    by_job: dict[str, list[Run]] = {}
+    for r in runs:
+        by_job.setdefault(r.job, []).append(r)
+    for some in by_job.values():
+        # Ranks that restart alone run beside older ones, but a whole generation elsewhere must not.
+        for a in some:
+            for b in some:
+                if a.generation < b.generation and a.rank == b.rank and b.began < (a.ended or 1e18):
+                    raise Violation(f"two generations at once: {a} and {b}")
+
+
+def play(seed: int, folder: Path, scenario: Scenario = Scenario(), telemetry: Telemetry | None = None) -> World:  # noqa: B008 - immutable
+    """Play one seed. Raises Violation, with the story in its notes."""
+    world: list[World] = []
+
+    async def run() -> None:
+        world.append(World(seed, scenario, folder, telemetry or setup("sim")))
+        await world[0].run()
+
+    with contextlib.ExitStack() as stack:
+        for name, value in (("EVERY_ENTRIES", 60), ("KEPT_ENTRIES", 15)):
+            stack.enter_context(mock.patch.object(snapshotter, name, value))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=SimLoop))
+        stack.enter_context(mock.patch.object(time, "monotonic", runner.get_loop().time))
+        try:
+            runner.run(run())
+        except BaseException as e:
+            e.add_note(f"seed {seed}")
+            if world:
+                e.world = world[0]  # type: ignore[attr-defined]
+            raise
+    return world[0]
