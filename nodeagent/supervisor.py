@@ -18,7 +18,7 @@ import struct
 import time
 from typing import NoReturn
 
-from gangline.nodeagent import kernel, rankfile
+from gangline.nodeagent import kernel, proctree, rankfile
 from gangline.nodeagent.ranklog import RankLog
 
 # Plain numbers: the enumeration's members drag many objects along, and each page that a fork touches is copied.
@@ -104,6 +104,7 @@ class _Supervisor:
         self.ended = False
         self.gone = False
         self.asked_to_stop = False
+        self.strays_asked = False
         #: signals that came before the command ran; they would be lost on the forked copy of this process
         self.early_signals: list[int] = []
         self.kill_at = _NEVER
@@ -261,10 +262,17 @@ class _Supervisor:
                 self.gone = True
                 return
             if child is None:
+                self._ask_strays()
                 return
             if child.si_pid == self.pid and not self.ended:
                 self._rank_ended(child.si_code, child.si_status)
             os.waitpid(child.si_pid, os.WNOHANG)
+
+    def _ask_strays(self) -> None:
+        """SIGTERM, once, to what the rank's own process has left behind outside of its group."""
+        if self.ended and not self.strays_asked:
+            self.strays_asked = True
+            proctree.signal_below(os.getpid(), _SIGTERM)
 
     def _rank_ended(self, how: int, status: int) -> None:
         self.ended = True
@@ -321,8 +329,7 @@ class _Supervisor:
         """SIGKILL to everything that is left, again and again until it is gone: a fork may have raced us."""
         if not self.ended:
             _signal_group(self.pid, _SIGKILL)
-        for pid in descendants(os.getpid()):
-            _kill_descendant(pid)
+        proctree.signal_below(os.getpid(), _SIGKILL)
         self.kill_at = time.monotonic() + self.kill_pause_s
         self.kill_pause_s = min(1.0, self.kill_pause_s * 2)
         self._reap()
@@ -450,64 +457,6 @@ def _signal_group(pgid: int, signum: int) -> None:
             os.kill(pgid, signum)
         except OSError:
             return
-
-
-def parents() -> dict[int, int]:
-    """Return the parent of every process that is no zombie."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            parent = _parent(int(name))
-            if parent:
-                found[int(name)] = parent
-    return found
-
-
-def _parent(pid: int) -> int:
-    data = rankfile.read_stat(pid)
-    if not data:
-        return 0
-    fields = data[data.rindex(b")") + 2 :].split(None, 2)
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[1])
-
-
-def descendants(root: int) -> list[int]:
-    """Return the live processes under `root`, parents first."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents().items():
-        children.setdefault(parent, []).append(pid)
-    found: list[int] = []
-    todo = [root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
-
-
-def _kill_descendant(pid: int) -> None:
-    """SIGKILL a process that was seen under us, through a pidfd: never a stranger that has got its pid since."""
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        if _is_below(pid, os.getpid()):
-            signal.pidfd_send_signal(handle, _SIGKILL)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
-
-
-def _is_below(pid: int, root: int) -> bool:
-    for _ in range(64):
-        if pid == root:
-            return True
-        pid = _parent(pid)
-        if pid <= 1:
-            return False
-    return False
 
 
 def rank_of(request: Request) -> int:

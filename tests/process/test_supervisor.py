@@ -279,6 +279,15 @@ async def test_a_daemon_that_left_its_session_is_found_and_killed(bench: Bench):
     assert not alive(number_in(bench.log()))
 
 
+async def test_a_daemon_is_asked_before_it_is_killed(bench: Bench):
+    polite = DAEMON.replace("signal.SIG_IGN", "lambda *a: (print('bye', flush=True), os._exit(0))")
+    await bench.python(polite.replace("LAST", "time.sleep(0.3); sys.exit(3)"))
+    begun = time.monotonic()
+    await bench.wait("exited")
+    assert b"bye" in bench.log()
+    assert time.monotonic() - begun < 2.0
+
+
 async def test_stop_takes_the_daemon_along(bench: Bench):
     await bench.python(DAEMON.replace("LAST", "time.sleep(60)"))
     await bench.wait("running")
