@@ -77,7 +77,7 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gangline agent", description="Run this node's part of the cluster.")
     add = parser.add_argument
-    add("--cluster", default="default", help="name of the cluster (default: %(default)s)")
+    add("--cluster", default="main", help="name of the cluster (default: %(default)s)")
     add("--etcd", type=_endpoints, default=["127.0.0.1:2379"], metavar="HOST:PORT,...", help="members of etcd (default: 127.0.0.1:2379)")
     add("--etcd-ca", type=Path, help="certificate authority of etcd; switches TLS on")
     add("--etcd-cert", type=Path, help="our certificate for etcd")

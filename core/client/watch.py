@@ -171,6 +171,10 @@ class _RankLog:
         self.colour = _RANK_COLOURS[rank % len(_RANK_COLOURS)]
 
 
+#: bytes asked for to find the last lines: longer ones on average give fewer lines
+_TAIL_LINE_BYTES = 1_024
+
+
 class LogReader:
     """Prints the logs of some ranks of a job, each line with its rank in front when `prefix` is set."""
 
@@ -215,7 +219,7 @@ class LogReader:
         while True:
             query = {"rank": log.rank, "generation": generation, "offset": log.offset or None, "limit": CHUNK_BYTES}
             if self._tail and not log.offset:
-                query = {"rank": log.rank, "generation": generation, "tail": self._tail}
+                query = {"rank": log.rank, "generation": generation, "tail": min(self._tail * _TAIL_LINE_BYTES, CHUNK_BYTES)}
             try:
                 answer = self._client.logs(self._job, query)
             except ApiError as error:
@@ -231,6 +235,8 @@ class LogReader:
             at = int(start) if start.isdecimal() else log.offset
             if log.offset and at > log.offset:
                 self._emit(log, b"\n[gangline: %d bytes of this log are no longer kept]\n" % (at - log.offset))
+            if self._tail and not log.offset:
+                data, at = _last_lines(data, self._tail), at + len(data) - len(_last_lines(data, self._tail))
             log.offset = at + len(data)
             if not data:
                 return found
@@ -255,6 +261,11 @@ class LogReader:
             data = (click.style(mark, fg=log.colour) if self._colour else mark).encode() + data
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
+
+
+def _last_lines(data: bytes, count: int) -> bytes:
+    """Return the last lines; one that no newline has ended yet is one of them."""
+    return b"".join(data.splitlines(keepends=True)[-count:])
 
 
 def attach(client: Client, job: Job, waiter: Waiter, progress: Progress, *, colour: bool) -> Job:

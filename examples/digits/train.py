@@ -1,6 +1,6 @@
 """Train a small network on the digits, data-parallel: every rank has a part of each batch, gradients are summed over all ranks.
 
-    gangline run examples/digits/job.yaml                  16 ranks on the cluster
+    gangline submit examples/digits/job.yaml --workdir .   16 ranks on the cluster
     python examples/digits/train.py --checkpoint-dir /tmp/digits --steps 200      one process, without Gangline
 
 What to look at in the code below are the five places marked (1) to (5): all that a training job does to survive restarts and preemption.

@@ -1,6 +1,6 @@
 """DistributedDataParallel on gloo, restarted and preempted by Gangline. Needs torch: pip install torch
 
-    gangline run examples/torch_ddp/job.yaml --workdir "$PWD"
+    gangline submit examples/torch_ddp/job.yaml --workdir "$PWD"
     torchrun --nproc-per-node 2 examples/torch_ddp/train.py --steps 200           works without Gangline too
 
 A small network learns to imitate a random one. The batch of a step depends on seed, step and rank alone, so a run that was interrupted

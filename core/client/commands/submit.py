@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from gangline.core.client import exits
 from gangline.core.client.api import Client, new_key
@@ -25,6 +27,7 @@ FIRST_DECISION_S = 1.0
 @click.option("--wait", is_flag=True, help="Wait until the jobs have ended; the exit code says how.")
 @click.option("-d", "--detach", is_flag=True, help="Return at once, even with --wait in an alias.")
 @click.option("--propagate", is_flag=True, help="With --wait: exit with the job's own exit code when it failed.")
+@click.option("--workdir", default="", metavar="DIR", help="Working directory of jobs whose file names none.")
 @click.option("--dry-run", is_flag=True, help="Check the files and print the jobs as they would be sent; send nothing.")
 @click.option("--idempotency-key", default="", metavar="KEY", help="Submitting twice with one key makes one job.")
 @timeout_option
@@ -36,6 +39,7 @@ def submit(
     wait: bool,
     detach: bool,
     propagate: bool,
+    workdir: str,
     dry_run: bool,
     idempotency_key: str,
     timeout: float,
@@ -43,6 +47,9 @@ def submit(
 ) -> int:
     """Submit the jobs of FILEs (`-` is standard input). A file with several YAML documents holds several jobs."""
     specs = read_files(files)
+    if workdir:
+        where = str(Path(workdir).absolute())
+        specs = [spec if spec.workdir else msgspec.structs.replace(spec, workdir=where) for spec in specs]
     if dry_run:
         return _print_specs(specs, out)
     client = client_of(ctx)
