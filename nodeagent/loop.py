@@ -330,7 +330,18 @@ class Reporter:
                 document = self._document()
             if document is not None:
                 await self._write(document)
-                await asyncio.sleep(GATHER_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._next_phase(), GATHER_S)
+                self._dirty.set()
+
+    async def _next_phase(self) -> None:
+        """Wait until a gang has come into another phase: a barrier may be waiting for this node."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            document = self._document()
+            if document is not None and self._last is not None and _phases(document) != _phases(self._last):
+                return
 
     def _patience(self, document: Observed) -> float:
         """Return how long after the last write this one can wait."""
@@ -371,6 +382,10 @@ class Reporter:
 def _without_steps(document: Observed) -> tuple[Any, ...]:
     gangs: tuple[ObservedGang, ...] = tuple(msgspec.structs.replace(g, step=-1) for g in document.gangs)
     return (document.desired_index, document.epoch, gangs)
+
+
+def _phases(document: Observed) -> list[tuple[str, int, str]]:
+    return [(g.job, g.generation, g.phase) for g in document.gangs]
 
 
 def _urgent(document: Observed) -> tuple[Any, ...]:
