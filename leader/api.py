@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from gangline.core import telemetry
+from gangline.core.model.clusterfile import MAX_BYTES as MAX_CLUSTER_BYTES
 from gangline.core.model.jobfile import MAX_BYTES
 from gangline.leader.api_cluster import ClusterRoutes
 from gangline.leader.api_context import ApiOptions, Context
@@ -23,6 +24,7 @@ from gangline.leader.api_guard import CannotListen, Guard, check_listen
 from gangline.leader.api_http import MAX_BODY, Refusal, from_aiohttp
 from gangline.leader.api_jobs import JobRoutes
 from gangline.leader.api_logs import LogRoutes
+from gangline.leader.api_queues import QueueRoutes
 from gangline.leader.api_server import Listener
 from gangline.leader.commands import Refused
 from gangline.leader.metrics import Metrics
@@ -49,6 +51,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
     context = Context(service, options, metrics or Metrics(telemetry.setup("scheduler"), lambda: context.seen))
     app = web.Application(middlewares=[_guard(context, log or telemetry.structured_logging())], client_max_size=MAX_BODY)
     jobs, cluster, events, logs = JobRoutes(context), ClusterRoutes(context), EventRoutes(context), LogRoutes(context)
+    queues = QueueRoutes(context)
     writes = context.writes
     app.add_routes(
         [
@@ -62,6 +65,8 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
             web.get("/v1/nodes", cluster.nodes),
             web.get("/v1/nodes/{node}", cluster.node),
             web.post("/v1/nodes/{node}:{action}", writes(cluster.administer, _SMALL)),
+            web.get("/v1/queues", queues.queues),
+            web.put("/v1/queues", writes(queues.declare, MAX_CLUSTER_BYTES)),
             web.get("/v1/events", events.events),
             web.post("/v1/brake", writes(cluster.brake, _SMALL)),
             web.get("/v1/state", cluster.state),

@@ -21,9 +21,9 @@ from gangline.leader.service import NotLeader, Service, Unavailable
 FORWARDED = "Gangline-Forwarded"
 
 #: headers of a request that go with it to the leader, and of the leader's answer that come back
-_PASSED_ON = ("Authorization", "Content-Type", "Idempotency-Key", "Gangline-User", "traceparent")
+_PASSED_ON = ("Authorization", "Content-Type", "Idempotency-Key", "If-Match", "Gangline-User", "traceparent")
 _PASSED_BACK = (
-    "Content-Type", "Retry-After", "Idempotent-Replayed", "WWW-Authenticate", "Gangline-Index", "Gangline-Epoch", "Gangline-Leader",
+    "Content-Type", "ETag", "Retry-After", "Idempotent-Replayed", "WWW-Authenticate", "Gangline-Index", "Gangline-Epoch", "Gangline-Leader",
 )  # fmt: skip
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

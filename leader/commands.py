@@ -10,8 +10,15 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model import events as ev
+from gangline.core.model.codec import encode_event
+from gangline.core.model.fold import stranded
+from gangline.core.model.nearest import nearest
+from gangline.core.model.queues import Declaration, QueueSpec, QueueTree
 from gangline.core.model.spec import JobSpec
 from gangline.core.model.state import State
+
+#: a declaration fits into one entry of the log, with room for what is already in that entry
+MAX_DECLARATION_BYTES = 768 * 1024
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -52,7 +59,17 @@ class SetBrake(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-Command = Submit | Stop | Administer | SetBrake
+class DeclareQueues(msgspec.Struct, frozen=True):
+    """Make these the queues of the cluster, the whole tree."""
+
+    queues: tuple[QueueSpec, ...]
+    #: index of the declaration that they were made from, 0 when there was none: another one since then is not overwritten
+    base: int
+    by: str = ""
+    reason: str = ""
+
+
+Command = Submit | Stop | Administer | SetBrake | DeclareQueues
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -88,6 +105,8 @@ def admit(state: State, command: Command) -> ev.LogEvent | Accepted:
             if state.brake.on == command.on:
                 return Accepted(state.index, "brake", replayed=True)
             return ev.BrakeSet(on=command.on, message=command.reason or "set by an operator", by=command.by)
+        case DeclareQueues():
+            return _declare_queues(state, command)
 
 
 def _submit(state: State, c: Submit) -> ev.LogEvent | Accepted:
@@ -99,9 +118,54 @@ def _submit(state: State, c: Submit) -> ev.LogEvent | Accepted:
     if c.spec.name and (holder := state.names.get(c.spec.name)) is not None:
         message = f"the name {c.spec.name} belongs to {holder}, which is {state.jobs[holder].state}; stop it or take another"
         raise Refused(409, "name_in_use", message)
+    _check_queue(state.queues, c.spec.queue)
     return ev.JobSubmitted(
         job=c.job, spec=c.spec, user=c.user, idempotency_key=c.idempotency_key, body_digest=c.body_digest, trace_id=c.trace_id
     )
+
+
+def _check_queue(tree: QueueTree, queue: str) -> None:
+    """Refuse a job whose queue takes none."""
+    match tree.refusal(queue):
+        case "unknown":
+            leaves = list(tree.leaves())
+            near = nearest(queue, leaves) or next((leaf for leaf in leaves if leaf.endswith(f"/{queue}")), "")
+            hint = f"did you mean {near}?" if near else "`gangline queues` lists those that there are"
+            raise Refused(404, "no_such_queue", f"there is no queue {queue}; {hint}")
+        case "parent":
+            below = ", ".join(tree.children(queue)[:5])
+            raise Refused(404, "no_such_queue", f"{queue} is a queue of queues and takes no jobs itself; below it are {below}")
+        case "drains":
+            drained = next(spec.path for spec in tree.lineage(queue) if spec.state == "drain")
+            above = "" if drained == queue else f" with {drained} above it"
+            raise Refused(409, "queue_drains", f"queue {queue} drains{above}: it takes no more jobs")
+
+
+def _declare_queues(state: State, c: DeclareQueues) -> ev.LogEvent | Accepted:
+    present = state.queues
+    if c.queues == present.declaration.queues:
+        return Accepted(present.index, "queues", replayed=True)
+    if c.base != present.index:
+        by = f" by {present.declaration.by}" if present.declaration.by else ""
+        message = f"the queues were declared anew{by} in entry {present.index}, and what was sent was made from entry {c.base}; look again"
+        raise Refused(412, "queues_changed", message)
+    try:
+        tree = QueueTree(Declaration(c.queues))
+    except ValueError as e:
+        raise Refused(422, "bad_queues", str(e)) from None
+    if not tree.declared:
+        raise Refused(422, "bad_queues", "a declaration has at least one queue")
+    if lost := stranded(state, tree):
+        queue, jobs = next(iter(lost.items()))
+        more = f"; {len(lost) - 1} more queues are in the way" if len(lost) > 1 else ""
+        which = "would have queues below it" if queue in tree.specs else "is missing"
+        live = f"{jobs} live job{'' if jobs == 1 else 's'}"
+        remedy = "keep it as it is with `state: drain` until they have ended, or stop them"
+        raise Refused(409, "queue_in_use", f"queue {queue} {which} and has {live}: {remedy}{more}")
+    event = ev.QueuesDeclared(queues=c.queues, by=c.by, reason=c.reason)
+    if len(encode_event(event)) > MAX_DECLARATION_BYTES:
+        raise Refused(413, "too_large", f"the declaration has more than {MAX_DECLARATION_BYTES:,} bytes as an entry of the log")
+    return event
 
 
 def _stop(state: State, c: Stop) -> ev.LogEvent | Accepted:

@@ -140,6 +140,17 @@ class Client:
         body = {"reason": reason, "deadline_s": deadline_s}
         return self.request("POST", f"/v1/nodes/{segment(node)}:{action}", body=body, repeat=True)
 
+    def queues(self) -> dict[str, Any]:
+        """Return the queues: rows, the declaration in the cluster file's words, and its index."""
+        body: dict[str, Any] = self.get("/v1/queues").body
+        return body
+
+    def declare_queues(self, document: Mapping[str, Any], base: int, *, dry_run: bool) -> dict[str, Any]:
+        """Declare all queues anew, from the declaration of index `base`; what is declared already may be said again."""
+        query, headers = {"dry_run": 1 if dry_run else None}, {"If-Match": f'"{base}"'}
+        body: dict[str, Any] = self.request("PUT", "/v1/queues", query, body=document, headers=headers, repeat=True).body
+        return body
+
     def logs(self, job: str, query: Query) -> Answer:
         """Return bytes of one rank's log. The body is bytes. Is not repeated: a node that cannot be reached may stay so."""
         return self.request("GET", f"/v1/jobs/{segment(job)}/logs", query, repeat=True, patient=False, raw=True)

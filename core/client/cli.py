@@ -34,6 +34,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Cluster": {
         "nodes": ("nodes", "List nodes."),
+        "queues": ("queues", "List queues with what they may have and what they have."),
+        "apply": ("apply", "Declare the queues that a cluster file describes."),
         "events": ("events", "Print the events of the cluster's log."),
         "cordon": ("nodes", "Send no new ranks to nodes."),
         "uncordon": ("nodes", "Send new ranks to nodes again."),

@@ -37,7 +37,11 @@ CODES: dict[str, tuple[str, str, str]] = {
         "A number where a text belongs, or the other way round, or a word that YAML readers take for different things (no, 0x10, 12:30:45).",
         "Put texts into quotes; write numbers in plain digits; write true or false.",
     ),
-    "GL-1103": ("something is missing", "A job needs a command, and the command a program.", "Add `command: [python, train.py]`."),
+    "GL-1103": (
+        "something is missing",
+        "A job needs a command, and the command a program; a cluster file needs queues, at least one.",
+        "Add `command: [python, train.py]`, or what the message names.",
+    ),
     "GL-1104": ("out of bounds", "The value is below or above what the message says is possible.", "Choose one within the bounds."),
     "GL-1105": ("malformed", "A name, duration, size or path is not written as the message says.", "Take the spelling that the message offers."),
     "GL-1106": ("not one of the words", "The field takes one of a few words.", "Take one of those in the message."),
@@ -93,6 +97,32 @@ CODES: dict[str, tuple[str, str, str]] = {
         "wrong name of the scheduler",
         "The scheduler does not answer for the host in the address.",
         "Start it with --allowed-host NAME.",
+    ),
+    "no_such_queue": (
+        "no such queue",
+        "Once queues are declared, a job goes to one of them that has no queues below it.",
+        "`gangline queues` lists them; name one by `queue` in the job file.",
+    ),
+    "queue_drains": (
+        "the queue takes no jobs",
+        "It, or a queue above it, is declared with `state: drain`: what it has runs out, and nothing new is accepted.",
+        "Take another queue, or ask whoever declared it.",
+    ),
+    "queue_in_use": (
+        "the queue has live jobs",
+        "A queue whose jobs have not ended cannot be removed, nor get queues below it.",
+        "Keep it with `state: drain` until it is empty (`gangline ps --queue NAME`), or stop its jobs.",
+    ),
+    "queues_changed": (
+        "somebody else was faster",
+        "The queues were declared anew after the declaration that this change was made from. Nothing was done.",
+        "Apply again: the difference is shown from what is declared now.",
+    ),
+    "bad_queues": ("not a tree of queues", "A queue is named twice, or before the queue that it is under.", "Send what the message asks for."),
+    "if_match_required": (
+        "changed from what?",
+        "A declaration replaces all queues, so it has to name the one that it was made from.",
+        "Send the ETag of GET /v1/queues as If-Match; `gangline apply` does.",
     ),
     "node_is_up": ("the node is up", "Only a lost node can be called dead.", "Stop its agent or cut its power first."),
     # -------------------------------------------------------- what else schedulers answer

@@ -45,7 +45,7 @@ def of_status(status: int, code: str) -> int:
         return IMPOSSIBLE
     if code == "ambiguous" or status in (400, 405, 413, 415, 416):
         return USAGE
-    if status in (401, 403, 421, 429):
+    if code == "queue_drains" or status in (401, 403, 421, 429):
         return REFUSED
     if status in (404, 410):
         return NOT_FOUND

@@ -253,7 +253,7 @@ def change_words(change: Change) -> tuple[str, Value, Value]:
     """Return the field of a change and its old and new value in the file's words; None is what is not given."""
     field, *parts = change.field.split(".", 2)
     if len(parts) == 2:
-        word = f"{field}.models.{parts[1]}"
+        word = f"{field}.models.{parts[1]}.gpus"
     elif parts:
         word = f"{field}.{parts[0].removesuffix('_milli').removesuffix('_mib')}"
     else:

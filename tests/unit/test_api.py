@@ -1148,3 +1148,122 @@ async def test_a_fault_is_told_in_the_log_and_not_to_the_client(start: Start) ->
     assert (line["event"], line["level"], line["path"]) == ("request_failed", "error", "/v1/jobs")
     assert "secret detail" in line["traceback"]
     api.said.truncate(0)
+
+
+# ---------------------------------------------------------------- queues
+
+TREE = {"research": {"quota": {"gpus": 8}, "queues": {"nlp": {"quota": {"gpus": 6}}, "vision": {"quota": {"gpus": 2}}}}, "batch": {}}
+
+
+async def declare(api: Api, tree: Any, base: int, query: str = "", **fields: Any) -> tuple[int, Any, Any]:
+    return await api("PUT", f"/v1/queues{query}", {"queues": tree, **fields}, If_Match=f'"{base}"', Gangline_User="ann")
+
+
+async def test_before_anything_is_declared_every_queue_is_open(api: Api) -> None:
+    assert (await api("POST", "/v1/jobs", {**SPEC, "queue": "research"}))[0] == 201
+    status, body, headers = await api("GET", "/v1/queues")
+    assert (status, body["index"], body["declared"], headers["ETag"]) == (200, 0, None, '"0"')
+    default, research = body["queues"]
+    assert (default["id"], default["leaf"], default["accepts"], default["starts"]) == ("default", True, True, True)
+    assert default["quota"] == default["limit"] == {"gpus": None, "cpus": None, "memory_mib": None, "models": {}}
+    assert (research["id"], research["pending"], research["allocated"]["jobs"]) == ("research", {"jobs": 1, "gpus": 2}, 0)
+
+
+async def test_declared_queues_and_what_their_jobs_have(api: Api) -> None:
+    status, body, headers = await declare(api, TREE, 0, reason="a start")
+    assert (status, body["index"], body["dry_run"], headers["ETag"]) == (200, 2, False, '"2"')
+    assert [added["queue"] for added in body["diff"]["added"]] == ["research", "research/nlp", "research/vision", "batch"]
+    await api.scheduler.write(ev.NodeJoined(registration=registration("n1")))
+    _, first, _ = await api("POST", "/v1/jobs", {**SPEC, "queue": "research/nlp"})
+    await place(api.scheduler, first["job"], 1)
+    await api("POST", "/v1/jobs", {**SPEC, "queue": "research/vision"})
+    _, body, headers = await api("GET", "/v1/queues")
+    assert (body["index"], headers["ETag"], body["by"], body["reason"], body["declared"]) == (2, '"2"', "ann", "a start", {"queues": TREE})
+    rows = {row["id"]: row for row in body["queues"]}
+    assert list(rows) == ["research", "research/nlp", "research/vision", "batch"]
+    assert [row["parent"] for row in rows.values()] == [None, "research", "research", None]
+    assert [row["leaf"] for row in rows.values()] == [False, True, True, True]
+    assert rows["research/nlp"]["quota"]["gpus"] == 6
+    assert rows["research/nlp"]["allocated"] == {"jobs": 1, "gpus": 2, "cpus": 2, "memory_mib": 0, "models": {"H100": 2}}
+    assert rows["research"]["allocated"] == rows["research/nlp"]["allocated"]
+    assert [row["pending"] for row in rows.values()] == [{"jobs": n, "gpus": 2 * n} for n in (1, 0, 1, 0)]
+
+
+async def test_a_change_says_what_it_changes_and_a_dry_run_changes_nothing(api: Api) -> None:
+    await declare(api, TREE, 0)
+    other = {"research": {"quota": {"gpus": 7}, "queues": TREE["research"]["queues"]}, "urgent": {"priority": 200}}
+    expected = {
+        "added": [{"queue": "urgent", "fields": {"priority": 200}}],
+        "removed": ["batch"],
+        "changed": [{"queue": "research", "field": "quota.gpus", "old": 8, "new": 7}],
+        "reordered": False,
+    }
+    for query, index in (("?dry_run=1", 2), ("", 3)):
+        status, body, _ = await declare(api, other, 2, query)
+        assert (status, body["diff"], body["index"]) == (200, expected, index)
+        assert any("more than its own 7 GPUs" in warning for warning in body["warnings"])
+    status, body, _ = await declare(api, other, 2)  # said again: it is so already
+    assert (status, body["index"], body["diff"]["changed"], api.scheduler.state.index) == (200, 3, [], 3)
+
+
+async def test_a_declaration_made_from_another_one_is_refused(api: Api) -> None:
+    await declare(api, TREE, 0)
+    for base, query in ((0, ""), (9, ""), (0, "?dry_run=1")):
+        status, body, _ = await declare(api, {"batch": {}}, base, query)
+        assert (status, body["code"]) == (412, "queues_changed")
+        assert "by ann in entry 2" in body["detail"]
+    assert (await api("PUT", "/v1/queues", {"queues": TREE}))[1]["code"] == "if_match_required"
+    assert (await api("PUT", "/v1/queues", {"queues": TREE}))[0] == 428
+    assert (await api("PUT", "/v1/queues", {"queues": TREE}, If_Match="*"))[0] == 400
+    assert api.scheduler.state.index == 2
+
+
+async def test_all_problems_of_a_declaration_at_once(api: Api) -> None:
+    status, body, _ = await declare(api, {"a": {"quota": {"gpu": 1}}, "B": {}, "c": {"state": "holds"}}, 0, extra=1)
+    assert (status, body["code"]) == (400, "bad_input")
+    problems = {problem["pointer"]: problem for problem in body["errors"]}
+    assert problems.keys() == {"/queues/a/quota/gpu", "/queues/B", "/queues/c/state", "/extra"}
+    assert (problems["/queues/a/quota/gpu"]["nearest"], problems["/queues/c/state"]["nearest"]) == ("gpus", "hold")
+    for bad in (b"", b"[]", b"1", b'{"queues": {}}', b'{"queues": {"a": {}}, "reason": 1}', b'{"queues": {"a": {}, "a": {}}}'):
+        assert (await api("PUT", "/v1/queues", bad, If_Match='"0"'))[0] == 400, bad
+    assert (await api("PUT", "/v1/queues?dry=1", {"queues": TREE}, If_Match='"0"'))[0] == 400
+
+
+async def test_jobs_go_to_leaves_that_are_declared(api: Api) -> None:
+    await declare(api, {**TREE, "old": {"state": "drain", "queues": {"er": {}}}}, 0)
+    for queue, status, code, said in (
+        ("research/nlq", 404, "no_such_queue", "did you mean research/nlp?"),
+        ("nlp", 404, "no_such_queue", "did you mean research/nlp?"),
+        ("default", 404, "no_such_queue", "there is no queue default"),
+        ("research", 404, "no_such_queue", "research/nlp, research/vision"),
+        ("old/er", 409, "queue_drains", "with old above it"),
+    ):
+        seen, body, _ = await api("POST", "/v1/jobs", {**SPEC, "queue": queue})
+        assert (seen, body["code"]) == (status, code)
+        assert said in body["detail"]
+    assert (await api("POST", "/v1/jobs", {**SPEC, "queue": "batch"}))[0] == 201
+
+
+async def test_a_queue_with_live_jobs_stays(api: Api) -> None:
+    await declare(api, TREE, 0)
+    _, job, _ = await api("POST", "/v1/jobs", {**SPEC, "queue": "batch"}, Idempotency_Key="k")
+    for tree in ({"research": {}}, {"batch": {"queues": {"night": {}}}}):
+        for query in ("?dry_run=1", ""):
+            status, body, _ = await declare(api, tree, 2, query)
+            assert (status, body["code"]) == (409, "queue_in_use")
+            assert "has 1 live job" in body["detail"]
+    assert (await declare(api, {"batch": {"state": "drain"}}, 2))[0] == 200
+    assert (await api("POST", "/v1/jobs", {**SPEC, "queue": "batch"}, Idempotency_Key="k"))[0] == 200
+    assert (await api("POST", "/v1/jobs", {**SPEC, "queue": "batch"}))[1]["code"] == "queue_drains"
+    await api.scheduler.write(ev.GangFinished(job=job["job"], outcome="cancelled", cause="stopped", message=""))
+    assert (await declare(api, {"research": {}}, 4))[0] == 200
+
+
+async def test_a_standby_passes_a_declaration_on(start: Start) -> None:
+    leader = await start()
+    standby = await start(leader.scheduler.log, "s2", "standby")
+    standby.scheduler.leader_name, standby.scheduler.leader_url = "s1", leader.url
+    status, body, headers = await declare(standby, TREE, 0)
+    assert (status, body["index"], headers["ETag"]) == (200, 2, '"2"')
+    assert list(standby.scheduler.state.queues.specs) == ["default"]
+    assert (await standby("GET", "/v1/queues?min_index=2&wait=5s"))[1]["index"] == 2

@@ -1,0 +1,161 @@
+"""What the HTTP API says of the queues: declared fields beside what their jobs hold and wait for. docs/api.md. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from gangline.core.model.queues import Amounts, QueueSpec, QueueState, QueueTree, Weights, amount
+from gangline.core.model.state import Job, State
+
+
+class AmountsRow(msgspec.Struct, frozen=True):
+    """A quota or a limit; null is unlimited."""
+
+    gpus: float | None
+    cpus: float | None
+    memory_mib: int | None
+    #: GPUs by model, where they are given
+    models: dict[str, float]
+
+
+class HeldRow(msgspec.Struct):
+    """What jobs that are placed hold."""
+
+    jobs: int = 0
+    gpus: float = 0
+    cpus: float = 0
+    memory_mib: int = 0
+    models: dict[str, float] = {}
+
+
+class PendingRow(msgspec.Struct):
+    """What waits."""
+
+    jobs: int = 0
+    gpus: float = 0
+
+
+class QueueRow(msgspec.Struct, frozen=True):
+    """One queue with all that is below it."""
+
+    id: str
+    #: null at the top
+    parent: str | None
+    #: jobs go to leaves only
+    leaf: bool
+    state: QueueState
+    #: with the states of the queues above taken into account
+    accepts: bool
+    starts: bool
+    quota: AmountsRow
+    limit: AmountsRow
+    over_quota_weight: Weights
+    priority: int
+    #: null: as the parent
+    reclaim_min_runtime_s: float | None
+    preempt_min_runtime_s: float | None
+    usage_half_life_s: float | None
+    user_fairness: bool
+    allocated: HeldRow
+    pending: PendingRow
+
+
+def queue_rows(state: State) -> list[QueueRow]:
+    """Return the queues, parents first. Before any is declared: the default queue, and those that live jobs name."""
+    tree = state.queues
+    specs = dict(tree.specs)
+    held: dict[str, HeldRow] = {}
+    pending: dict[str, PendingRow] = {}
+    for job in _live_jobs(state):
+        for path in _accounts(tree, job):
+            specs.setdefault(path, QueueSpec(path))
+            if job.active:
+                _hold(held.setdefault(path, HeldRow()), state, job)
+            else:
+                waits = pending.setdefault(path, PendingRow())
+                waits.jobs += 1
+                waits.gpus += job.spec.gang.ranks * job.spec.resources.gpus
+    return [_row(tree, spec, held.get(path, HeldRow()), pending.get(path, PendingRow())) for path, spec in specs.items()]
+
+
+def _live_jobs(state: State) -> Iterator[Job]:
+    """Return placed jobs, then waiting ones, each in its order."""
+    yield from (state.jobs[job] for job in state.running)
+    yield from (state.jobs[job] for _, _, job in state.queue)
+
+
+def _accounts(tree: QueueTree, job: Job) -> list[str]:
+    """Return the queues that a job counts for: its own and those above."""
+    return [spec.path for spec in tree.lineage(job.spec.queue)] if tree.declared else [job.spec.queue]
+
+
+def _hold(row: HeldRow, state: State, job: Job) -> None:
+    res = job.spec.resources
+    row.jobs += 1
+    row.gpus += job.world_size * res.gpus
+    row.cpus += job.world_size * res.cpus_milli / 1000
+    row.memory_mib += job.world_size * res.memory_mib
+    for node_id, part in job.parts.items():
+        node = state.nodes.get(node_id)
+        models = {gpu.index: gpu.model for gpu in node.registration.gpus} if node is not None else {}
+        for rank in part.ranks.values():
+            for gpu in rank.gpus:
+                model = models.get(gpu, "")
+                row.models[model] = row.models.get(model, 0) + 1
+
+
+def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow) -> QueueRow:
+    lineage = list(tree.lineage(spec.path)) if spec.path in tree.specs else [spec]
+    return QueueRow(
+        id=spec.path,
+        parent=spec.parent or None if tree.declared else None,
+        leaf=not tree.children(spec.path),
+        state=spec.state,
+        accepts=all(queue.state != "drain" for queue in lineage),
+        starts=all(queue.state != "hold" for queue in lineage),
+        quota=_amounts(spec.quota),
+        limit=_amounts(spec.limit),
+        over_quota_weight=spec.over_quota_weight,
+        priority=spec.priority,
+        reclaim_min_runtime_s=spec.reclaim_min_runtime_s,
+        preempt_min_runtime_s=spec.preempt_min_runtime_s,
+        usage_half_life_s=spec.usage_half_life_s,
+        user_fairness=spec.user_fairness,
+        allocated=held,
+        pending=pending,
+    )
+
+
+def _amounts(amounts: Amounts) -> AmountsRow:
+    return AmountsRow(
+        _units(amounts.gpus_milli), _units(amounts.cpus_milli), amounts.memory_mib, {m: each / 1000 for m, each in amounts.models.items()}
+    )
+
+
+def _units(milli: int | None) -> float | None:
+    return None if milli is None else milli / 1000
+
+
+def capacity_warnings(state: State, queues: tuple[QueueSpec, ...]) -> list[str]:
+    """Return where the quotas of the top queues together are more than all nodes have; empty while no node has joined."""
+    nodes = [node.registration for node in state.nodes.values() if node.status == "up"]
+    if not nodes:
+        return []
+    have = {
+        "GPUs": sum(len(node.gpus) for node in nodes) * 1000,
+        "CPUs": sum(node.cpus_milli for node in nodes),
+        "memory": sum(node.memory_mib for node in nodes),
+    }
+    quotas = [queue.quota for queue in queues if not queue.parent]
+    want = {
+        "GPUs": sum(quota.gpus_milli or 0 for quota in quotas),
+        "CPUs": sum(quota.cpus_milli or 0 for quota in quotas),
+        "memory": sum(quota.memory_mib or 0 for quota in quotas),
+    }
+    return [
+        f"the quotas of the top queues are {amount(what, want[what])} together, and the nodes that are up have {amount(what, have[what])}"
+        for what in have
+        if want[what] > have[what]
+    ]
