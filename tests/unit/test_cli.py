@@ -87,7 +87,7 @@ class FakeScheduler:
                 self.end_headers()
                 self.wfile.write(reply.body)
 
-            do_GET = do_POST = do_DELETE = answer
+            do_GET = do_POST = do_PUT = do_DELETE = answer
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -636,6 +636,154 @@ def test_drain_says_what_is_in_the_way_and_ends_when_nothing_is(server: FakeSche
     assert server.asked("POST", "/v1/nodes/n1:drain")[1].body["deadline_s"] == 3600.0
     server.routes["GET", "/v1/nodes/n1"] = Reply(node(draining=False, jobs=["j1"]))
     assert run("drain", "n1").code == 8
+
+
+# ---------------------------------------------------------------- queues
+
+
+def queue_row(path: str, **fields: Any) -> dict[str, Any]:
+    """Return a queue as the API has it."""
+    none = {"gpus": None, "cpus": None, "memory_mib": None, "models": {}}
+    return {
+        "id": path, "parent": path.rpartition("/")[0] or None, "leaf": True, "state": "open", "accepts": True, "starts": True, "quota": none,
+        "limit": none, "over_quota_weight": {"gpus": 1.0, "cpus": 1.0, "memory": 1.0}, "priority": 100, "reclaim_min_runtime_s": None,
+        "preempt_min_runtime_s": None, "usage_half_life_s": None, "user_fairness": False,
+        "allocated": {"jobs": 0, "gpus": 0, "cpus": 0, "memory_mib": 0, "models": {}}, "pending": {"jobs": 0, "gpus": 0}, **fields,
+    }  # fmt: skip
+
+
+QUEUES = {
+    "queues": [
+        queue_row("research", quota={"gpus": 64.0, "cpus": 12.5, "memory_mib": 2048, "models": {"H100": 32.0}}, leaf=False),
+        queue_row("research/nlp", state="hold", allocated={"jobs": 2, "gpus": 16, "cpus": 32, "memory_mib": 0, "models": {}}),
+        queue_row("batch", pending={"jobs": 3, "gpus": 24}, reclaim_min_runtime_s=600.0),
+    ],
+    "declared": {"queues": {"research": {"quota": {"gpus": 64}, "queues": {"nlp": {"state": "hold"}}}, "batch": {}}},
+    "index": 7, "at_ms": 1_000, "by": "me", "reason": "",
+}  # fmt: skip
+NO_DIFF: dict[str, Any] = {"added": [], "removed": [], "changed": [], "reordered": False}
+DIFF = {
+    "added": [
+        {"queue": "urgent", "fields": {"quota": {"gpus": 8, "models": {"H100": {"gpus": 4}}}, "state": "hold"}},
+        {"queue": "x", "fields": {}},
+    ],
+    "removed": ["old"],
+    "changed": [
+        {"queue": "research", "field": "quota.gpus", "old": 64, "new": 72},
+        {"queue": "research", "field": "limit.memory", "old": None, "new": "2TiB"},
+        {"queue": "batch", "field": "reclaim_min_runtime", "old": "10m", "new": None},
+    ],
+    "reordered": True,
+}
+SAID = """\
+- old
++ urgent: quota.gpus 8, quota.models.H100.gpus 4, state hold
++ x
+~ research: quota.gpus 64 → 72
+~ research: limit.memory unlimited → 2TiB
+~ batch: reclaim_min_runtime 10m → as above
+~ the order of the queues
+"""
+
+
+@pytest.fixture
+def clusterfile(tmp_path: Path) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("queues:\n  research: {quota: {gpus: 72, memory: 2048GiB}}\n  urgent:\n")
+    return str(path)
+
+
+def declaring(server: FakeScheduler, diff: Any = DIFF, warnings: Any = ()) -> None:
+    server.routes["GET", "/v1/queues"] = Reply(QUEUES)
+    server.routes["PUT", "/v1/queues"] = lambda request: Reply(
+        {"diff": diff, "warnings": list(warnings), "index": 7 if request.query.get("dry_run") else 8, "dry_run": "dry_run" in request.query}
+    )
+
+
+def test_queues_as_a_tree_and_as_a_file(server: FakeScheduler, run: Run, tmp_path: Path) -> None:
+    server.routes["GET", "/v1/queues"] = Reply(QUEUES)
+    lines = [re.split("  +", line) for line in run("queues").out.splitlines()]
+    assert lines[0] == ["QUEUE", "STATE", "QUOTA", "ALLOCATED", "LIMIT", "WEIGHT", "PRIORITY", "RUNNING", "PENDING", "PENDING GPUS"]
+    assert lines[1] == ["research", "open", "64", "0", "-", "1", "100", "0", "0", "0"]
+    assert lines[2] == ["", "nlp", "hold", "-", "16", "-", "1", "100", "2", "0", "0"]
+    assert lines[3] == ["batch", "open", "-", "0", "-", "1", "100", "0", "3", "24"]
+    assert run("queues", "-q").out.split() == ["research", "research/nlp", "batch"]
+    wide = run("queues", "-o", "wide").out.splitlines()
+    assert "quota 32 H100" in wide[1]
+    assert "10m" in wide[3]
+    assert json.loads(run("queues", "--json").out) == {"queues": QUEUES["queues"]}
+    (tmp_path / "same.yaml").write_text(run("queues", "--file").out)
+    declaring(server, NO_DIFF)
+    assert run("apply", "-f", str(tmp_path / "same.yaml")).code == 0
+    assert server.asked("PUT", "/v1/queues")[0].body == QUEUES["declared"]
+    server.routes["GET", "/v1/queues"] = Reply({**QUEUES, "queues": [queue_row("default")], "declared": None, "index": 0})
+    assert "no queues are declared" in run("queues").err
+    assert run("queues", "--file").out == "queues:\n  default: {}\n"
+
+
+def test_apply_shows_the_difference_and_applies_it(server: FakeScheduler, run: Run, clusterfile: str) -> None:
+    declaring(server, warnings=["research: odd"])
+    ran = run("apply", "-f", clusterfile, "--reason", "more")
+    assert (ran.code, ran.out) == (0, f"{SAID}7 things changed\n")
+    assert ran.err == "gangline: warning: research: odd\n"
+    planned, applied = server.asked("PUT", "/v1/queues")
+    words = {"queues": {"research": {"quota": {"gpus": 72, "memory": "2TiB"}}, "urgent": {}}}
+    assert (planned.query, planned.body, planned.headers["if-match"]) == ({"dry_run": "1"}, words, '"7"')
+    assert (applied.query, applied.body, applied.headers["if-match"]) == ({}, {**words, "reason": "more"}, '"7"')
+
+
+def test_apply_dry_run_and_nothing_to_change_write_nothing(server: FakeScheduler, run: Run, clusterfile: str) -> None:
+    declaring(server)
+    ran = run("apply", "-f", clusterfile, "--dry-run")
+    assert (ran.code, ran.out, ran.err) == (0, SAID, "7 things would be changed\n")
+    assert run("apply", "-f", clusterfile, "--dry-run", "--detailed-exitcode").code == 2
+    assert json.loads(run("apply", "-f", clusterfile, "--dry-run", "--json").out)["diff"] == DIFF
+    declaring(server, NO_DIFF)
+    for options in ([], ["--dry-run"], ["--detailed-exitcode"], ["-y"]):
+        ran = run("apply", "-f", clusterfile, *options)
+        assert (ran.code, ran.out) == (0, "nothing to change\n")
+    assert all(request.query for request in server.asked("PUT", "/v1/queues"))
+
+
+def test_apply_asks_a_person_first(server: FakeScheduler, run: Run, clusterfile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gangline.core.client.commands import apply as apply_command
+
+    declaring(server)
+    monkeypatch.setattr(apply_command, "_on_terminal", lambda: True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert run("apply", "-f", clusterfile).code == 130
+    assert len(server.asked("PUT", "/v1/queues")) == 1
+    assert run("apply", "-f", clusterfile, "-y").code == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert run("apply", "-f", clusterfile, "--detailed-exitcode").code == 2
+    assert len(server.asked("PUT", "/v1/queues")) == 5
+
+
+def test_apply_says_all_problems_of_the_file(server: FakeScheduler, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("queues:\n  a: {quota: {gpu: 1}}\n  B: {}\n")
+    (tmp_path / "bad.json").write_text('{"queues": {}}')
+    ran = run("apply", "-f", str(tmp_path / "bad.yaml"))
+    assert ran.code == 2
+    assert f"{tmp_path}/bad.yaml:2:15: /queues/a/quota/gpu: " in ran.err
+    assert "Did you mean gpus? [GL-1101]" in ran.err
+    assert f"{tmp_path}/bad.yaml:3:3: /queues/B: " in ran.err
+    assert run("apply", "-f", str(tmp_path / "bad.json"), "--detailed-exitcode").code == 1
+    assert "[GL-2011]" in run("apply", "-f", str(tmp_path / "none.yaml")).err
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(("status", "word", "code"), [(409, "queue_in_use", 8), (412, "queues_changed", 8), (403, "forbidden", 6)])
+def test_apply_that_is_refused(server: FakeScheduler, run: Run, clusterfile: str, status: int, word: str, code: int) -> None:
+    declaring(server)
+    server.routes["PUT", "/v1/queues"] = refusal(status, word)
+    ran = run("apply", "-f", clusterfile)
+    assert ran.code == code
+    assert f"[{word}]" in ran.err
+
+
+def test_a_queue_that_drains_refuses_by_policy(server: FakeScheduler, run: Run, jobfile: str) -> None:
+    server.routes["POST", "/v1/jobs"] = refusal(409, "queue_drains")
+    assert run("submit", jobfile).code == 6
 
 
 def test_explain(run: Run) -> None:
