@@ -55,7 +55,7 @@ def allocate(state: State, now_ms: int) -> list[ev.LogEvent]:
         job = state.jobs[job_id]
         if job.not_before_ms > now_ms:
             continue
-        answer = _try(job, free, failed, now_ms)
+        answer = _try(state, job, free, failed, now_ms)
         if isinstance(answer, placement.Refusal):
             if job.deferral is None or job.deferral.code != answer.code:
                 key = (answer.code, answer.message)
@@ -71,9 +71,13 @@ def allocate(state: State, now_ms: int) -> list[ev.LogEvent]:
 
 
 def _try(
-    job: Job, free: placement.FreeView, failed: dict[tuple[object, ...], placement.Refusal], now_ms: int
+    state: State, job: Job, free: placement.FreeView, failed: dict[tuple[object, ...], placement.Refusal], now_ms: int
 ) -> tuple[ev.PlacedPart, ...] | placement.Refusal:
     """Place one gang; shapes that have failed in this pass are not tried again."""
+    away = [n for n in job.held_nodes if state.nodes[n].status == "lost"]
+    if away:
+        message = f"its ranks may still run on {', '.join(away)}, which cannot be reached, and it says on_disconnect: keep"
+        return placement.Refusal("ranks_may_run", message)
     special = bool(job.avoid or job.previous_nodes)
     key = placement.shape(job)
     if not special and key in failed:

@@ -23,11 +23,17 @@ PREPARE_ATTEMPTS = 3
 SAME_OUTAGE_MS = 60_000
 
 #: causes of a rank's end that are not the application's doing (documents.ObservedRank)
-INFRASTRUCTURE_CAUSES = frozenset({"fenced", "node_restart", "lost"})
+INFRASTRUCTURE_CAUSES = frozenset({"fenced", "node_restart", "lost", "stopped"})
 
 
 def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     """Return the decision that the job's situation calls for now, or None."""
+    step = _next_step(state, job, now_ms)
+    # What a node that is away may still run (on_disconnect: keep) must not run anywhere else, until it is back or proven to be dead.
+    return None if isinstance(step, ev.GangRequeued | ev.GangPlaced) and _is_away(state, job) else step
+
+
+def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     if job.stop and job.state != "finished":
         by = f" by {job.stop_by}" if job.stop_by else ""
         return ev.GangFinished(job=job.id, outcome="cancelled", cause="stopped", message=f"stopped{by}: {job.stop}")
@@ -236,9 +242,11 @@ def _signal_name(number: int) -> str:
 
 
 def _barrier(job: Job, now_ms: int) -> ev.LogEvent | None:
-    if job.state not in ("placed", "preparing"):
+    if job.state not in ("placed", "preparing", "running"):
         return None
     broken = {n: p.failed for n, p in job.parts.items() if p.failed}
+    if not broken and job.lingering:
+        return None
     if not broken and not job.released and len(job.parts) > 1 and all(p.prepared for p in job.parts.values()):
         first = next(iter(job.parts.values()))
         return ev.GangReleased(job=job.id, generation=job.generation, master_addr=first.address, master_port=first.port)
@@ -284,6 +292,11 @@ def _drain(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
 
 
 # ---------------------------------------------------------------- small readings of the state
+
+
+def _is_away(state: State, job: Job) -> bool:
+    """Whether a node of the gang is lost without proof that its ranks are dead."""
+    return any(n.status == "lost" and not job.parts[n.id].dead for n in _nodes(state, job))
 
 
 def _ranks(job: Job) -> list[Rank]:

@@ -1,0 +1,70 @@
+"""Allocate: place waiting work on what is idle, in order, one chunk at a time.
+
+The next job of the order (order.py) gets its next chunk: what it lacks to reach its gang minimum, all at once, or one rank more if it has that.
+Then the order is found anew, so elastic jobs grow rank by rank and fairly against the others. Before any node is looked at, the limits and the
+quotas for non-preemptible work must allow the chunk (gates.py). Fair share decides the order only: preemptible work may fill whatever is idle.
+
+Ranks may go onto what is idle or onto what is leaving. If some of a gang must wait, all of it waits together. Nothing is ever evicted.
+
+Nothing becomes free in this pass, so what failed once fails for all jobs that are placed alike: each shape is tried in vain once, not per job.
+"""
+
+from __future__ import annotations
+
+from gangline.core.policy.gangs import Job, Rank, charge_of, next_chunk
+from gangline.core.policy.gates import closed
+from gangline.core.policy.order import JobOrder, waiting_order
+from gangline.core.policy.placing import Placer, wait_together
+from gangline.core.policy.refusals import does_not_fit
+from gangline.core.policy.report import Notes
+from gangline.core.policy.scoring import best_place
+from gangline.core.policy.world import Signature, World
+
+
+def allocate(world: World, placer: Placer, notes: Notes) -> None:
+    """Place what fits."""
+    order = waiting_order(world)
+    _rule_out(world, placer, order)
+    while (popped := order.pop()) is not None:
+        job, signature = popped
+        chunk = next_chunk(job)
+        if chunk:
+            _try(world, placer, notes, order, job, chunk, signature)
+    notes.skipped += order.skipped
+
+
+def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, chunk: list[Rank], signature: Signature | None) -> None:
+    refusal = closed(world, job, chunk)
+    if refusal is not None:
+        notes.refusals[job] = refusal
+        if signature is not None:
+            order.fail(signature, refusal, job.queue)
+        return
+    mark = world.checkpoint()
+    if not placer.place(job, chunk, reserve_only=False):
+        assert placer.refusal is not None
+        notes.refusals[job] = placer.refusal
+        if signature is not None and not any(r.request.affinity or r.request.memory_mib for r in chunk):
+            order.fail(signature, placer.refusal)
+        return
+    wait_together(world, job, chunk, mark)
+    more = next_chunk(job)
+    if more:
+        order.push(job, charge_of(more, world.smallest_device_mib))
+
+
+def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
+    """Pass over the shapes of which not even one rank fits anywhere, without putting their queues in order."""
+    tried: dict[int, bool] = {}
+    for queue, groups in world.waiting_groups().items():
+        for signature, group in groups.items():
+            if order.failed(queue, signature):
+                continue
+            chunk = next_chunk(group[0][1])
+            for rank in chunk:
+                number = rank.request.number
+                if number not in tried:
+                    tried[number] = not rank.request.plain or best_place(world, rank, placer.index) is not None
+                if not tried[number]:
+                    order.fail(signature, does_not_fit(world, rank, chunk, placer.index.nodes))
+                    break

@@ -1,0 +1,114 @@
+"""Does a world, with the decisions in it, break a rule that must never be broken? Everything is added up anew from the ranks.
+
+- nothing is given twice: devices, CPU, memory, ranks per node and MIG instances, now and after everything that leaves has left
+- no queue is filled above its limit, nor above its quota by work that cannot be preempted
+- a gang starts whole, and none is left below its minimum by an eviction
+- what cannot be preempted is not evicted to make room
+"""
+
+from __future__ import annotations
+
+from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, Member, Podset, RankState
+from gangline.core.policy.nodes import Node, Place
+from gangline.core.policy.report import Decisions
+from gangline.core.policy.requests import GPU, RESOURCES, ZERO, Request, Vector, add
+from gangline.core.policy.world import World
+
+
+def violations(world: World, decisions: Decisions) -> list[str]:
+    """Return what is broken, in words; empty if nothing is."""
+    return [*_capacity(world), *_bounds(world, decisions), *_gangs(decisions), *_evictions(decisions)]
+
+
+def _capacity(world: World) -> list[str]:
+    now: dict[Node, dict[str, int]] = {}
+    later: dict[Node, dict[str, int]] = {}
+    for job in world.jobs.values():
+        for rank in job.ranks:
+            if rank.state in HOLDING and rank.place is not None:
+                _count(now, rank.request, rank.place)
+                if rank.state not in (RankState.RELEASING, RankState.EVICTED):
+                    _count(later, rank.request, rank.place)
+            if rank.reservation is not None:
+                _count(later, rank.request, rank.reservation)
+    out = []
+    for when, used in (("now", now), ("later", later)):
+        for node, amounts in used.items():
+            for what, amount in amounts.items():
+                has = _has(node, what)
+                if amount > has:
+                    out.append(f"node {node.name} has {has} of {what}, {amount} are given ({when})")
+    return out
+
+
+def _count(into: dict[Node, dict[str, int]], request: Request, place: Place) -> None:
+    amounts = into.setdefault(place.node, {})
+    taken = {"cpu": request.cpu_milli, "memory": request.memory_bytes, "pods": 1}
+    taken |= {f"device {d}": place.milli for d in place.devices}
+    taken |= {f"MIG {profile}": count for profile, count in request.mig}
+    for what, amount in taken.items():
+        amounts[what] = amounts.get(what, 0) + amount
+
+
+def _has(node: Node, what: str) -> int:
+    if what.startswith("device "):
+        return GPU if int(what[7:]) < node.gpus else 0
+    if what.startswith("MIG "):
+        return (node.spec.mig or {}).get(what[4:], 0)
+    return {"cpu": node.spec.cpu_milli, "memory": node.spec.memory_bytes, "pods": node.spec.max_pods}[what]
+
+
+def _bounds(world: World, decisions: Decisions) -> list[str]:
+    if not world.options.quotas:
+        return []
+    totals: dict[str, Vector] = {}
+    fixed: dict[str, Vector] = {}
+    for job in world.jobs.values():
+        for rank in job.ranks:
+            for queue in job.queue.path:
+                totals[queue.name] = add(totals.get(queue.name, ZERO), rank.charged)
+                if not job.preemptible:
+                    fixed[queue.name] = add(fixed.get(queue.name, ZERO), rank.charged)
+    out = []
+    fresh = [p.rank for p in decisions.placements] + [r.rank for r in decisions.reservations if not r.moved]
+    for rank in fresh:
+        for queue in rank.job.queue.path:
+            for r in range(3):
+                if rank.charged[r] and totals[queue.name][r] > queue.limit[r]:
+                    out.append(f"{rank.name} takes queue {queue.name} above its limit of {RESOURCES[r]}")
+                if rank.charged[r] and not rank.job.preemptible and fixed[queue.name][r] > queue.quota[r]:
+                    out.append(f"{rank.name}, which cannot be preempted, takes queue {queue.name} above its quota of {RESOURCES[r]}")
+    return out
+
+
+def _gangs(decisions: Decisions) -> list[str]:
+    fresh = {p.rank.job: None for p in decisions.placements} | {r.rank.job: None for r in decisions.reservations}
+    out = [f"{job.name} gets a part of its gang only" for job in fresh if not job.root.satisfied]
+    for placement in decisions.placements:
+        podset = placement.rank.podset
+        if sum(1 for r in podset.ranks if r.state in ACTIVE) < podset.min_ranks:
+            out.append(f"{placement.rank.name} starts while others of its gang still wait")
+    return out
+
+
+def _evictions(decisions: Decisions) -> list[str]:
+    out = []
+    jobs: dict[Job, None] = {}
+    for eviction in decisions.evictions:
+        job = eviction.rank.job
+        if eviction.action == "evict-stale-gangs":
+            continue
+        jobs[job] = None
+        if not job.preemptible:
+            out.append(f"{eviction.rank.name} cannot be preempted, and is evicted for {eviction.beneficiary}")
+    for job in jobs:
+        if _was_satisfied(job.root) and not job.root.satisfied and any(r.counts for r in job.ranks):
+            out.append(f"{job.name} keeps a part of its gang only")
+    return out
+
+
+def _was_satisfied(member: Member) -> bool:
+    """Whether it was satisfied before the evictions."""
+    if isinstance(member, Podset):
+        return sum(1 for r in member.ranks if r.state in (*ACTIVE, RankState.EVICTED)) >= member.min_ranks
+    return sum(1 for m in member.members if _was_satisfied(m)) >= member.needed

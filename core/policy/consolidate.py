@@ -1,0 +1,31 @@
+"""Consolidate: move running work together, so that a waiting job has room, at no one's cost.
+
+For a preemptible job that waits while enough devices are idle or leaving in the cluster as a whole, but not where it could use them. Any other
+preemptible job may be moved, of any queue and priority. Every victim must be placed again, or nothing is done. Work that cannot be preempted
+never triggers this, and is never moved.
+"""
+
+from __future__ import annotations
+
+from gangline.core.policy import evicting
+from gangline.core.policy.gangs import Job, Rank
+from gangline.core.policy.placing import Placer
+from gangline.core.policy.report import Notes
+from gangline.core.policy.requests import Vector
+from gangline.core.policy.victims import Validate
+from gangline.core.policy.world import World
+
+
+def consolidate(world: World, placer: Placer, notes: Notes) -> None:
+    """Move what makes room for waiting jobs."""
+
+    def offer(job: Job, _chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
+        if not job.preemptible or need[0] > sum(max(0, n.later_milli) for n in world.nodes) + _mig_room(world):
+            return None
+        return evicting.evictable(world, job), {}, lambda lost, _need: not lost
+
+    evicting.run(world, placer, notes, "consolidate", offer)
+
+
+def _mig_room(world: World) -> int:
+    return sum(1000 * max(0, later) for n in world.nodes for later in n.mig_later.values())

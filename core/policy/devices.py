@@ -1,0 +1,93 @@
+"""Which devices of a node a rank gets.
+
+Whole devices: those that are free now, lowest first; for a reservation those that are leaving come first, so that idle ones stay idle. A rank
+that is put back on its own node gets its own devices again if it can.
+
+Shares: `pack` takes the fullest device that has room, an untouched one last; `spread` takes an untouched one first, then the emptiest. A
+device that is only reserved for shares cannot be started on yet: whoever joins it waits as well.
+"""
+
+from __future__ import annotations
+
+from gangline.core.policy.nodes import Node, Place
+from gangline.core.policy.requests import GPU, Request
+
+
+def lowest(mask: int, count: int) -> tuple[int, ...]:
+    """Return the `count` lowest bits that are set."""
+    out = []
+    for _ in range(count):
+        bit = mask & -mask
+        out.append(bit.bit_length() - 1)
+        mask ^= bit
+    return tuple(out)
+
+
+def whole(node: Node, count: int, now: bool, own: Place | None = None) -> tuple[int, ...] | None:
+    """Return `count` devices that are free now, or later; None if there are not as many."""
+    if own is not None and own.node is node and all(node.later_mask >> d & 1 for d in own.devices):
+        return own.devices
+    if now:
+        return lowest(node.now_mask, count) if node.now_mask.bit_count() >= count else None
+    mask = node.later_mask
+    if mask.bit_count() < count:
+        return None
+    first: tuple[int, ...] = ()
+    if own is not None and own.node is node:
+        first = tuple(d for d in own.devices if mask >> d & 1)[:count]
+        for d in first:
+            mask &= ~(1 << d)
+    leaving = mask & ~node.now_mask
+    taken = min(count - len(first), leaving.bit_count())
+    rest = lowest(mask & node.now_mask, count - len(first) - taken)
+    return tuple(sorted((*first, *lowest(leaving, taken), *rest)))
+
+
+def takes_share(node: Node, device: int, milli: int, now: bool) -> bool:
+    """Whether the device can take a share of this size, now or later."""
+    later = node.dev_later[device]
+    if later < milli:
+        return False
+    if not now:
+        return True
+    idle = node.dev_idle[device]
+    return idle >= milli and (idle < GPU or later == GPU)
+
+
+def shared_fits(node: Node, milli: int) -> bool:
+    """Whether a device that already carries a share can take this one, now or later."""
+    return any(node.dev_later[d] >= milli for d in node.sharing)
+
+
+def shares(node: Node, request: Request, now: bool, strategy: str) -> tuple[tuple[int, ...], bool] | None:
+    """Return the devices for the shares and whether one of them has to be waited for; None if there are not enough."""
+    milli = request.milli_on(node.spec.gpu_memory_mib)
+    if milli > GPU:
+        return None
+    fitting = [d for d in _candidates(node) if takes_share(node, d, milli, now=False)]
+    if len(fitting) < request.count:
+        return None
+    if now:
+        ready = sum(1 for d in fitting if takes_share(node, d, milli, now=True))
+        if ready < request.count:
+            return None
+    fitting.sort(key=lambda d: _share_key(node, d, strategy))
+    chosen = fitting[: request.count]
+    return tuple(sorted(chosen)), not all(takes_share(node, d, milli, now=True) for d in chosen)
+
+
+def _candidates(node: Node) -> list[int]:
+    mask = node.later_mask
+    whole_later = [d for d in range(node.gpus) if mask >> d & 1 and d not in node.sharing]
+    return [*node.sharing, *whole_later]
+
+
+def _share_key(node: Node, device: int, strategy: str) -> tuple[int, int, int, int]:
+    touched = device in node.sharing
+    used = GPU - node.dev_later[device]
+    waits = 0 if node.now_mask >> device & 1 or touched else 1
+    if strategy == "spread":
+        return (1 if touched else 0, waits, used, device)
+    if strategy == "pack":
+        return (0 if touched else 1, waits, -used, device)
+    return (0, waits, 0, device)

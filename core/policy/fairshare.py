@@ -1,0 +1,138 @@
+"""Fair share: how much of the cluster each queue should have, worked out anew at the start of every session.
+
+For each resource on its own, the top queues share what the cluster has, then the children of each queue share that queue's part:
+
+1. Each queue gets min(quota, demand). Demand is what it is allocated and what its waiting ranks ask for, capped by its limit; a queue without
+   quota bound gets up to all that is being divided. If quotas add up to more than there is, nobody is cut: nothing remains for step 2.
+2. What remains goes by queue priority, highest first: one class divides it, and only what it leaves is passed on. In a class it is divided in
+   proportion to weight among the queues that still want more. A queue that wants no more than its part gets what it wants, and the rest is
+   divided again; when no such queue is left, each gets its part rounded down to a whole unit.
+3. What rounding left over is handed out unit by unit (the last may be a fraction): class by class, the largest lost fraction first, then the
+   oldest queue.
+
+A queue of weight 0 gets nothing in steps 2 and 3. A unit is one GPU, one milli-core or one byte.
+
+Within a session placements and evictions change what queues are allocated, and never their fair shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gangline.core.policy.queues import Queue
+from gangline.core.policy.requests import GPU, UNLIMITED, Vector, add
+from gangline.core.policy.world import World
+
+#: size of a whole unit in the units of a vector
+WHOLE = (GPU, 1, 1)
+
+
+@dataclass
+class Claim:
+    """What one queue wants of one resource that is being divided, in the units of a vector."""
+
+    quota: int
+    limit: int
+    #: allocated and waiting
+    demand: int
+    weight: float
+    priority: int
+    #: position by age, 0 the oldest
+    age: int
+    share: int = 0
+
+    @property
+    def wanted(self) -> int:
+        """What it could use at all."""
+        return min(self.demand, self.limit)
+
+
+def set_fair_shares(world: World) -> None:
+    """Work out the fair share of every queue from what is allocated and waiting now."""
+    roots = world.roots()
+    demands: dict[Queue, Vector] = {}
+    for root in roots:
+        _demand(root, demands)
+    _share_out(roots, world.total, demands)
+
+
+def _demand(queue: Queue, demands: dict[Queue, Vector]) -> Vector:
+    """Return what is waiting in the subtree; store for each queue what is allocated and waiting."""
+    waiting = queue.waiting
+    for child in queue.children:
+        waiting = add(waiting, _demand(child, demands))
+    demands[queue] = add(queue.allocated, waiting)
+    return waiting
+
+
+def _share_out(queues: list[Queue], total: Vector, demands: dict[Queue, Vector]) -> None:
+    if not queues:
+        return
+    shares: list[list[int]] = []
+    for r in range(3):
+        claims = [Claim(q.quota[r], q.limit[r], demands[q][r], q.weight[r], q.priority, q.seq) for q in queues]
+        divide(claims, total[r], WHOLE[r])
+        shares.append([c.share for c in claims])
+    for at, queue in enumerate(queues):
+        queue.set_fair_share((shares[0][at], shares[1][at], shares[2][at]))
+        _share_out(queue.children, queue.fair_share, demands)
+
+
+def divide(claims: list[Claim], total: int, whole: int) -> None:
+    """Set the share of each claim on `total`; `whole` is the size of a unit."""
+    left = total
+    for claim in claims:
+        claim.share = min(total if claim.quota >= UNLIMITED else claim.quota, claim.wanted)
+        left -= claim.share
+    if left <= 0:
+        return
+    lost: dict[int, float] = {}
+    classes = sorted({c.priority for c in claims}, reverse=True)
+    by_class = [[c for c in claims if c.priority == p] for p in classes]
+    for some in by_class:
+        left = _by_weight(some, left, whole, lost)
+    for some in by_class:
+        left = _leftover(some, left, whole, lost)
+
+
+def _by_weight(claims: list[Claim], left: int, whole: int, lost: dict[int, float]) -> int:
+    """Step 2 within one class; returns what is left."""
+    hungry = [c for c in claims if c.weight > 0 and c.wanted > c.share]
+    while hungry and left > 0:
+        weights = sum(c.weight for c in hungry)
+        content = [c for c in hungry if c.wanted - c.share <= left * c.weight / weights]
+        if content:
+            taken = 0
+            for claim in content:
+                taken += claim.wanted - claim.share
+                claim.share = claim.wanted
+            left -= taken
+            hungry = [c for c in hungry if c.wanted > c.share]
+            continue
+        taken = 0
+        for claim in hungry:
+            part = left * claim.weight / weights
+            given = int(part // whole) * whole
+            claim.share += given
+            taken += given
+            lost[id(claim)] = part - given
+        return left - taken
+    return left
+
+
+def _leftover(claims: list[Claim], left: int, whole: int, lost: dict[int, float]) -> int:
+    """Step 3 within one class; returns what is left."""
+    for claim in sorted((c for c in claims if id(c) in lost), key=lambda c: (-lost[id(c)], c.age)):
+        if left <= 0:
+            break
+        given = min(whole, left, claim.wanted - claim.share)
+        claim.share += given
+        left -= given
+    return left
+
+
+def no_fair_shares(world: World) -> None:
+    """Set what holds where quotas do not bind: every queue may have everything."""
+    for queue in world.queues.values():
+        queue.set_fair_share((UNLIMITED, UNLIMITED, UNLIMITED))
+        queue.allocatable = (UNLIMITED, UNLIMITED, UNLIMITED)

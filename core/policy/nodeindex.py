@@ -1,0 +1,114 @@
+"""Nodes sorted by how full they are, so that the best node for a rank is found without looking at all of them.
+
+An index covers all nodes or those of one topology domain. It reads from `World.touched` which nodes have changed since it was last asked, so
+changes cost nothing until somebody asks, and then only what has changed is sorted in again.
+
+Nodes with devices are in one bucket for each combination of (what will be idle, devices free now, devices free later); there are few of these.
+For ranks without devices all nodes are sorted by idle CPU, those that have no devices apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import merge
+
+from gangline.core.policy.nodes import Node
+from gangline.core.policy.world import World
+
+#: what will be idle in thousandths of a device, devices free now, devices free later
+Bucket = tuple[int, int, int]
+
+
+class NodeIndex:
+    """An index of some of the world's nodes. It is void when nodes are added or removed (World.node_version)."""
+
+    def __init__(self, world: World, nodes: list[Node]) -> None:
+        self._world = world
+        #: in the order of names
+        self.nodes = nodes
+        self.version = world.node_version
+        self._read = len(world.touched)
+        self._bucket_of: dict[int, Bucket] = {}
+        self._buckets: dict[Bucket, list[int]] = {}
+        self._cpu_of: dict[int, int] = {}
+        #: by idle CPU; [0] nodes without devices, [1] nodes with
+        self._cpu: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        self._sharers: dict[int, None] = {}
+        self._members = {n.index: n for n in nodes}
+        for node in nodes:
+            bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count())
+            self._bucket_of[node.index] = bucket
+            self._buckets.setdefault(bucket, []).append(node.index)
+            self._cpu_of[node.index] = node.cpu_later
+            self._cpu[1 if node.gpus else 0].append((node.cpu_later, node.index))
+            if node.sharing:
+                self._sharers[node.index] = None
+        for some in self._cpu:
+            some.sort()
+
+    def sync(self) -> None:
+        """Sort in again what has changed."""
+        touched = self._world.touched
+        if self._read >= len(touched):
+            self._read = len(touched)
+            return
+        for at in dict.fromkeys(touched[self._read :]):
+            node = self._members.get(at)
+            if node is not None:
+                self._update(at, node)
+        self._read = len(touched)
+
+    def forget_touched(self) -> None:
+        """Empty the world's list of changes. Only for the one index that lives as long as the world, between sessions."""
+        self.sync()
+        self._world.touched.clear()
+        self._read = 0
+
+    def _update(self, at: int, node: Node) -> None:
+        bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count())
+        old = self._bucket_of[at]
+        if bucket != old:
+            some = self._buckets[old]
+            del some[bisect_left(some, at)]
+            if not some:
+                del self._buckets[old]
+            insort(self._buckets.setdefault(bucket, []), at)
+            self._bucket_of[at] = bucket
+        cpu = self._cpu_of[at]
+        if cpu != node.cpu_later:
+            line = self._cpu[1 if node.gpus else 0]
+            del line[bisect_left(line, (cpu, at))]
+            insort(line, (node.cpu_later, at))
+            self._cpu_of[at] = node.cpu_later
+        if node.sharing:
+            self._sharers[at] = None
+        else:
+            self._sharers.pop(at, None)
+
+    def fullest(self, devices: int, now: bool) -> Iterator[Node]:
+        """Return the nodes with so many devices free, now or later: the fullest first, then by name."""
+        self.sync()
+        which = 1 if now else 2
+        buckets = sorted(b for b in self._buckets if b[which] >= devices)
+        at = 0
+        while at < len(buckets):
+            end = at
+            while end < len(buckets) and buckets[end][0] == buckets[at][0]:
+                end += 1
+            lists = [self._buckets[b] for b in buckets[at:end]]
+            for index in lists[0] if len(lists) == 1 else merge(*lists):
+                yield self._members[index]
+            at = end
+
+    def least_cpu(self, cpu_milli: int) -> Iterator[Node]:
+        """Return the nodes where so much CPU will be idle: those without devices first, then the fullest, then by name."""
+        self.sync()
+        for line in self._cpu:
+            for _, index in line[bisect_left(line, (cpu_milli, -1)) :]:
+                yield self._members[index]
+
+    def sharing(self) -> list[Node]:
+        """Return the nodes on which some device carries a share, by name."""
+        self.sync()
+        return [self._members[at] for at in sorted(self._sharers)]

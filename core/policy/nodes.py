@@ -1,0 +1,121 @@
+"""One node of the what-if world: what it has, what is idle, and what will be idle.
+
+Two numbers are kept for everything countable:
+
+idle    not held by any rank on the node, ranks that are leaving included among the holders
+later   what will be free once everything that leaves has left, less what is reserved for ranks that wait for that
+
+A rank fits *now* if it fits into both: so a reservation keeps others off, idle room included. It fits *later*, and can be given a reservation,
+if it fits into `later`. Holding, leaving and reserving are sums, so undoing them in reverse order restores the node exactly.
+
+A device that carries shares is never given whole. Whole devices are sets of bits (`now_mask`, `later_mask`), so that counting and choosing
+them is cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gangline.core.policy import numa
+from gangline.core.policy.numa import Zone, ZoneUse
+from gangline.core.policy.requests import GPU, Request
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What a node has. `gpus` whole devices, each with `gpu_memory_mib` MiB; `mig` instances by profile on a partitioned node."""
+
+    name: str
+    gpus: int = 0
+    gpu_memory_mib: int = 0
+    cpu_milli: int = 0
+    memory_bytes: int = 0
+    max_pods: int = 110
+    labels: dict[str, str] = field(default_factory=dict)
+    mig: dict[str, int] | None = None
+    #: "mixed": takes MIG ranks only, besides those without devices; "single": its instances are given as whole devices
+    mig_strategy: str = ""
+    numa_policy: str = ""
+    zones: tuple[tuple[tuple[int | None, int | None, int | None], tuple[int | None, int | None, int | None]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is, or is to be: a node, its devices with the thousandths taken of each, and its NUMA zones."""
+
+    node: Node
+    devices: tuple[int, ...] = ()
+    milli: int = 0
+    zones: ZoneUse = ()
+
+
+class Node:
+    """One node. Only World changes it."""
+
+    __slots__ = (
+        "cpu_idle", "cpu_later", "dev_idle", "dev_later", "gpus", "index", "later_mask", "later_milli", "legacy_mig", "memory_idle",
+        "memory_later", "mig_idle", "mig_later", "mig_only", "name", "now_mask", "pods_idle", "pods_later", "sharing", "spec", "zones",
+    )  # fmt: skip
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec = spec
+        self.name = spec.name
+        #: position in the order of names
+        self.index = -1
+        self.gpus = spec.gpus
+        self.mig_only = spec.mig is not None and spec.mig_strategy == "mixed"
+        self.cpu_idle = self.cpu_later = spec.cpu_milli
+        self.memory_idle = self.memory_later = spec.memory_bytes
+        self.pods_idle = self.pods_later = spec.max_pods
+        self.dev_idle = [GPU] * spec.gpus
+        self.dev_later = [GPU] * spec.gpus
+        self.now_mask = self.later_mask = (1 << spec.gpus) - 1
+        self.later_milli = spec.gpus * GPU
+        #: devices that carry a share or are reserved for one
+        self.sharing: dict[int, int] = {}
+        mig = {p: spec.mig[p] for p in sorted(spec.mig)} if spec.mig else {}
+        self.mig_idle, self.mig_later = dict(mig), dict(mig)
+        self.legacy_mig = 0
+        self.zones = [Zone(allocatable, idle) for allocatable, idle in spec.zones]
+
+    def __repr__(self) -> str:
+        return f"Node({self.name})"
+
+    def take(self, request: Request, place: Place, idle: int, later: int) -> None:
+        """Change what is idle and what will be by `idle` and `later` times (-1, 0, 1) what the rank takes in this place."""
+        self.cpu_idle += idle * request.cpu_milli
+        self.cpu_later += later * request.cpu_milli
+        self.memory_idle += idle * request.memory_bytes
+        self.memory_later += later * request.memory_bytes
+        self.pods_idle += idle
+        self.pods_later += later
+        if place.devices:
+            self._take_devices(place, idle, later)
+        for profile, instances in request.mig:
+            self.mig_idle[profile] = self.mig_idle.get(profile, 0) + idle * instances
+            self.mig_later[profile] = self.mig_later.get(profile, 0) + later * instances
+        if request.legacy_mig:
+            self.legacy_mig -= later
+        if place.zones:
+            numa.take(self.zones, place.zones, idle, later)
+
+    def _take_devices(self, place: Place, idle: int, later: int) -> None:
+        whole = place.milli == GPU
+        for device in place.devices:
+            self.dev_idle[device] += idle * place.milli
+            self.dev_later[device] += later * place.milli
+            bit = 1 << device
+            free_later = self.dev_later[device] == GPU
+            self.later_mask = self.later_mask | bit if free_later else self.later_mask & ~bit
+            self.now_mask = self.now_mask | bit if free_later and self.dev_idle[device] == GPU else self.now_mask & ~bit
+            if not whole:
+                self._note_share(device, idle, later)
+        self.later_milli += later * place.milli * len(place.devices)
+
+    def _note_share(self, device: int, idle: int, later: int) -> None:
+        """Count who uses the device in shares: a holder counts 2, of which leaving takes 1, and a reservation counts 1."""
+        uses = self.sharing.get(device, 0) - idle - later
+        if uses:
+            self.sharing[device] = uses
+        else:
+            self.sharing.pop(device, None)

@@ -1,0 +1,257 @@
+"""Who is next: queues, the jobs in them, and, in exactly the reverse order, victims.
+
+Between queues, level by level from the top, each represented by its best job; the first difference decides:
+
+1. not over its fair share (in every resource at once) before over it
+2. still within quota in every resource with its next job, before one that would not be
+3. higher queue priority
+4. a queue that would use a resource of which it may have nothing goes last
+5. smaller dominant share, its next job included: the largest, over the resources, of allocated / allocatable, where allocatable is
+   max(quota, fair share) capped by the limit, the whole cluster if unlimited; if it is zero, a thousand times what is allocated counts
+6. the same without the next job
+7. smaller allocatable share
+8. older queue
+
+The order is found anew after every job, so queues take turns. Only the path of the queue that has just been served can have changed: the others
+keep their places in the heaps.
+
+Jobs in one queue: higher priority; below the gang minimum, then at it, then above; older; name (World.job_key). Victims are taken in the reverse
+of both orders; for them rule 5 leaves out what was already picked from the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from gangline.core.policy.gangs import ACTIVE, Job, Rank, charge_of, eviction_slices, next_chunk, waiting
+from gangline.core.policy.queues import Queue
+from gangline.core.policy.refusals import Refusal
+from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
+from gangline.core.policy.world import Group, JobKey, Signature, World
+
+QueueKey = tuple[float, ...]
+
+
+def queue_key(world: World, queue: Queue, chunk: Vector, picked: Vector = ZERO) -> QueueKey:
+    """Return the place of a queue whose next job asks for `chunk`: the smallest goes first."""
+    if not world.options.quotas:
+        return (float(queue.seq),)
+    a, f, q = queue.allocated, queue.fair_share, queue.quota
+    more = (a[0] + chunk[0], a[1] + chunk[1], a[2] + chunk[2])
+    able = queue.allocatable
+    over = a[0] > f[0] and a[1] > f[1] and a[2] > f[2]
+    above_quota = more[0] > q[0] or more[1] > q[1] or more[2] > q[2]
+    uses_nothing = (chunk[0] > 0 and able[0] == 0) or (chunk[1] > 0 and able[1] == 0) or (chunk[2] > 0 and able[2] == 0)
+    with_chunk = dominant_share(world, queue, subtract(more, picked))
+    return (over, above_quota, -queue.priority, uses_nothing, with_chunk, dominant_share(world, queue, a), *able, queue.seq)
+
+
+def dominant_share(world: World, queue: Queue, amount: Vector) -> float:
+    """Return the largest of amount / allocatable over the resources (rule 5)."""
+    largest = 0.0
+    total = world.total
+    able = queue.allocatable
+    for r in range(3):
+        if amount[r]:
+            bound = able[r] if able[r] < UNLIMITED else total[r]
+            share = amount[r] / bound if bound else amount[r] * 1000 / (GPU if r == 0 else 1)
+            if share > largest:
+                largest = share
+    return largest
+
+
+@dataclass
+class _Entry:
+    """What a leaf offers next: one job, or the next one of a group of jobs that are placed alike."""
+
+    job: Job
+    vector: Vector
+    signature: Signature | None = None
+    group: Group = field(default_factory=list)
+    at: int = 0
+
+
+class JobOrder:
+    """Jobs of all queues, the next one first. `reverse` gives victims: the jobs that should go first."""
+
+    def __init__(self, world: World, reverse: bool = False) -> None:
+        self._world = world
+        self._reverse = reverse
+        self._leaves: dict[Queue, list[tuple[tuple[object, ...], int, _Entry]]] = {}
+        self._nodes: dict[Queue | None, list[tuple[QueueKey, int, Queue]]] = {}
+        self._valid: dict[Queue, int] = {}
+        self._picked: dict[Queue, Vector] = {}
+        self._stale: dict[Queue, None] = {}
+        self._count = 0
+        self._dead: dict[Signature | tuple[Queue, Signature], Refusal] = {}
+        #: jobs that were passed over because others that are placed alike had failed, with the reason
+        self.skipped: list[tuple[list[Job], Refusal]] = []
+
+    def push(self, job: Job, vector: Vector, key: JobKey | None = None) -> None:
+        """Add a job whose next chunk, or slice, is `vector`."""
+        self._push(job.queue, key or self._world.job_key(job), _Entry(job, vector))
+
+    def push_group(self, queue: Queue, signature: Signature, group: Group, vector: Vector) -> None:
+        """Add jobs that wait in one queue and are placed alike."""
+        self._push(queue, group[0][0], _Entry(group[0][1], vector, signature, group))
+
+    def _push(self, queue: Queue, key: JobKey, entry: _Entry) -> None:
+        self._count += 1
+        ordered: tuple[object, ...] = (-key[0], -key[1], -key[2], _Reversed(key[3])) if self._reverse else key
+        heappush(self._leaves.setdefault(queue, []), (ordered, self._count, entry))
+        self._stale[queue] = None
+
+    def fail(self, signature: Signature, refusal: Refusal, queue: Queue | None = None) -> None:
+        """From now on pass over all jobs that are placed alike, in one queue or in all."""
+        self._dead[signature if queue is None else (queue, signature)] = refusal
+
+    def failed(self, queue: Queue, signature: Signature) -> bool:
+        """Whether such jobs are passed over."""
+        return signature in self._dead or (queue, signature) in self._dead
+
+    def picked(self, queue: Queue, vector: Vector) -> None:
+        """Note that a victim of this size was picked from a queue."""
+        for q in queue.path:
+            self._picked[q] = add(self._picked.get(q, ZERO), vector)
+        self._stale[queue] = None
+
+    def pop(self) -> tuple[Job, Signature | None] | None:
+        """Return the next job, with its signature if it came from a group; None if none is left."""
+        for leaf in self._stale:
+            self._refresh(leaf)
+        self._stale.clear()
+        queue = self._first(None)
+        if queue is None:
+            return None
+        while queue not in self._leaves:
+            below = self._first(queue)
+            assert below is not None, f"{queue.name} has a place in the order and no job"
+            queue = below
+        entry = heappop(self._leaves[queue])[2]
+        self._stale[queue] = None
+        if entry.signature is not None and entry.at + 1 < len(entry.group):
+            key, job = entry.group[entry.at + 1]
+            self._push(queue, key, _Entry(job, entry.vector, entry.signature, entry.group, entry.at + 1))
+        return entry.job, entry.signature
+
+    def _first(self, parent: Queue | None) -> Queue | None:
+        heap = self._nodes.get(parent, [])
+        while heap:
+            _, number, queue = heap[0]
+            if self._valid.get(queue) == number:
+                return queue
+            heappop(heap)
+        return None
+
+    def _best(self, queue: Queue) -> Vector | None:
+        """Return what the best job below a queue asks for."""
+        while queue not in self._leaves:
+            below = self._first(queue)
+            if below is None:
+                return None
+            queue = below
+        heap = self._leaves[queue]
+        while heap:
+            entry = heap[0][2]
+            refusal = self._refusal_of(queue, entry)
+            if refusal is None:
+                return entry.vector
+            heappop(heap)
+            self.skipped.append(([job for _, job in entry.group[entry.at :]], refusal))
+        return None
+
+    def _refusal_of(self, queue: Queue, entry: _Entry) -> Refusal | None:
+        if entry.signature is None or not self._dead:
+            return None
+        return self._dead.get(entry.signature) or self._dead.get((queue, entry.signature))
+
+    def _refresh(self, leaf: Queue) -> None:
+        for queue in leaf.path:
+            vector = self._best(queue)
+            if vector is None:
+                self._valid.pop(queue, None)
+                continue
+            key = queue_key(self._world, queue, vector, self._picked.get(queue, ZERO))
+            if self._reverse:
+                key = tuple(-k for k in key)
+            self._count += 1
+            self._valid[queue] = self._count
+            heappush(self._nodes.setdefault(queue.parent, []), (key, self._count, queue))
+
+
+class _Reversed:
+    """A text that sorts the other way round."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __lt__(self, other: _Reversed) -> bool:
+        return self.text > other.text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reversed) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def waiting_order(world: World) -> JobOrder:
+    """Return all jobs that wait, in order."""
+    order = JobOrder(world)
+    for queue, groups in world.waiting_groups().items():
+        for signature, group in groups.items():
+            vector = charge_of(next_chunk(group[0][1], waiting), world.smallest_device_mib)
+            order.push_group(queue, signature, group, vector)
+    return order
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Ranks of one job that are given up together, and what the queue is charged for each. `last`: nothing of the job is left after it."""
+
+    job: Job
+    ranks: tuple[Rank, ...]
+    vectors: tuple[Vector, ...]
+    vector: Vector
+    last: bool
+
+
+def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) -> Iterator[Slice]:
+    """Return what may be given up, first what should go first. Of protected jobs only the surplus is offered."""
+    order = JobOrder(world, reverse=True)
+    slices: dict[Job, list[Slice]] = {}
+    for job in jobs:
+        found = _slices(job, job in protected)
+        if found:
+            slices[job] = found[::-1]
+            order.push(job, found[0].vector)
+    while (popped := order.pop()) is not None:
+        job = popped[0]
+        left = slices[job]
+        step = left.pop()
+        yield step
+        order.picked(job.queue, step.vector)
+        if left:
+            key = world.job_key(job)
+            standing = 1 if left[-1].last else 2
+            order.push(job, left[-1].vector, (key[0], standing, key[2], key[3]))
+
+
+def _slices(job: Job, protected: bool) -> list[Slice]:
+    steps = eviction_slices(job)
+    running = sum(1 for r in job.ranks if r.state in ACTIVE)
+    out = []
+    for ranks in steps:
+        running -= len(ranks)
+        last = running == 0
+        if last and protected:
+            break
+        vector = ZERO
+        for rank in ranks:
+            vector = add(vector, rank.charged)
+        out.append(Slice(job, tuple(ranks), tuple(r.charged for r in ranks), vector, last))
+    return out

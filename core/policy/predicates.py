@@ -1,0 +1,117 @@
+"""Whether one rank can be on one node, and what it would take there.
+
+`fit` answers for now (the rank could start) or for later (it could have a reservation). The rules about kinds of devices: a node whose MIG mode
+is mixed takes MIG ranks and ranks without devices; one whose instances pass for whole devices takes no shares; profiles must match exactly; a
+node with a rank of the old MIG kind takes no new MIG rank, and a waiting rank of that kind is never placed. What a memory request is charged
+depends on the node's devices, so limits and quotas are looked at once more here.
+"""
+
+from __future__ import annotations
+
+from gangline.core.policy import devices, numa
+from gangline.core.policy.gangs import Rank
+from gangline.core.policy.nodes import Node, Place
+from gangline.core.policy.requests import GPU, Request, within
+from gangline.core.policy.world import World
+
+
+def fit(world: World, rank: Rank, node: Node, now: bool, own: Place | None = None) -> Place | None:
+    """Return the place that the rank would take on the node, None if it does not fit. `own` is where it was evicted from."""
+    request = rank.request
+    if not room(node, request, now):
+        return None
+    if request.count or request.mig or request.legacy_mig:
+        if not right_kind(node, request):
+            return None
+    elif request.plain and not node.zones:
+        return Place(node)
+    if request.nodes is not None and node.name not in request.nodes:
+        return None
+    if request.memory_mib and not _within_bounds(rank, node, world):
+        return None
+    if request.affinity is not None and not near_enough(world, rank, node):
+        return None
+    zones = numa.zones_for(node.zones, node.spec.numa_policy, request, now) if node.zones else ()
+    if zones is None:
+        return None
+    if not request.count:
+        return Place(node, (), 0, zones)
+    if request.whole:
+        chosen = devices.whole(node, request.count, now, own)
+        return None if chosen is None else Place(node, chosen, GPU, zones)
+    found = devices.shares(node, request, now, world.options.share_devices)
+    return None if found is None else Place(node, found[0], request.milli_on(node.spec.gpu_memory_mib), zones)
+
+
+def must_wait(place: Place, request: Request) -> bool:
+    """Whether some of the chosen devices has to be waited for."""
+    return bool(place.devices) and not all(devices.takes_share(place.node, d, place.milli, now=True) for d in place.devices)
+
+
+def room(node: Node, request: Request, now: bool) -> bool:
+    """Whether the node has the CPU, memory, place for one more rank, and MIG instances."""
+    if node.pods_later < 1 or (now and node.pods_idle < 1):
+        return False
+    cpu = request.cpu_milli
+    if cpu and (node.cpu_later < cpu or (now and node.cpu_idle < cpu)):
+        return False
+    memory = request.memory_bytes
+    if memory and (node.memory_later < memory or (now and node.memory_idle < memory)):
+        return False
+    for profile, instances in request.mig:
+        if node.mig_later.get(profile, 0) < instances or (now and node.mig_idle.get(profile, 0) < instances):
+            return False
+    return True
+
+
+def right_kind(node: Node, request: Request) -> bool:
+    """Whether the node gives devices of the kind that is asked for."""
+    if request.legacy_mig:
+        return False
+    if request.mig:
+        return node.mig_only and node.legacy_mig <= 0
+    if node.mig_only:
+        return False
+    return not (request.shared and node.spec.mig is not None)
+
+
+def near_enough(world: World, rank: Rank, node: Node) -> bool:
+    """Whether a rank with the same labels is near where that is wanted, and none where it is not."""
+    affinity = rank.request.affinity
+    assert affinity is not None
+    if affinity.attract and not _others_in(world, rank, node, affinity.attract):
+        return False
+    return not (affinity.repel and _others_in(world, rank, node, affinity.repel))
+
+
+def _others_in(world: World, rank: Rank, node: Node, label: str) -> bool:
+    assert rank.request.affinity is not None
+    domain = _value(node, label)
+    labels = rank.request.affinity.labels
+    if domain is None:
+        return False
+    return any(
+        other is not rank
+        and other.counts
+        and other.request.affinity is not None
+        and other.request.affinity.labels == labels
+        and _value((other.reservation or other.place or Place(node)).node, label) == domain
+        for other in world.affine
+    )
+
+
+def _value(node: Node, label: str) -> str | None:
+    return node.name if label in ("hostname", "kubernetes.io/hostname") else node.spec.labels.get(label)
+
+
+def _within_bounds(rank: Rank, node: Node, world: World) -> bool:
+    if not world.options.quotas:
+        return True
+    g, c, m = rank.request.vector(node.spec.gpu_memory_mib)
+    for queue in rank.job.queue.path:
+        a, n = queue.allocated, queue.nonpreemptible
+        if not within((a[0] + g, a[1] + c, a[2] + m), queue.limit):
+            return False
+        if not rank.job.preemptible and not within((n[0] + g, n[1] + c, n[2] + m), queue.quota):
+            return False
+    return True

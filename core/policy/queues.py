@@ -1,0 +1,72 @@
+"""Queues: a tree of accounts.
+
+Only leaves have jobs; what a leaf is charged, all its ancestors are charged. `allocated` counts ranks that work and reservations made in this
+session; what leaves is not counted any more. `fair_share` is set at the start of each session (fairshare.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gangline.core.policy.requests import UNLIMITED, ZERO, Vector
+
+
+@dataclass(frozen=True)
+class QueueSpec:
+    """One queue as it is configured. Vectors are in thousandths of a GPU, milli-cores and bytes; UNLIMITED stands for no bound."""
+
+    name: str
+    parent: str = ""
+    quota: Vector = (0, UNLIMITED, UNLIMITED)
+    limit: Vector = (UNLIMITED, UNLIMITED, UNLIMITED)
+    #: weights of what is above quota
+    weight: tuple[float, float, float] = (0, 1, 1)
+    priority: int = 100
+    #: order of creation among its siblings, 0 the oldest
+    created: int = 0
+    #: jobs here are not reclaimed from before they have run so long; None: as the parent
+    reclaim_min_runtime_s: float | None = None
+
+
+class Queue:
+    """One queue. Only World and the fair share change it."""
+
+    __slots__ = (
+        "allocated", "allocatable", "children", "created", "depth", "fair_share", "limit", "name", "nonpreemptible", "parent", "path",
+        "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "waiting", "weight",
+    )  # fmt: skip
+
+    def __init__(self, spec: QueueSpec, parent: Queue | None) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.parent = parent
+        self.children: list[Queue] = []
+        #: itself and its ancestors, itself first
+        self.path: tuple[Queue, ...] = (self, *(parent.path if parent else ()))
+        self.depth = len(self.path)
+        #: position in the order of age of all queues
+        self.seq = 0
+        self.quota, self.limit, self.weight = spec.quota, spec.limit, spec.weight
+        self.priority, self.created = spec.priority, spec.created
+        self.reclaim_min_runtime_s = spec.reclaim_min_runtime_s
+        self.allocated: Vector = ZERO
+        #: the part of it that cannot be preempted
+        self.nonpreemptible: Vector = ZERO
+        #: requests of ranks that wait in this leaf, on the smallest devices
+        self.waiting: Vector = ZERO
+        self.fair_share: Vector = (UNLIMITED, UNLIMITED, UNLIMITED)
+        #: max(quota, fair share), capped by the limit
+        self.allocatable: Vector = (UNLIMITED, UNLIMITED, UNLIMITED)
+
+    def __repr__(self) -> str:
+        return f"Queue({self.name})"
+
+    def set_fair_share(self, share: Vector) -> None:
+        """Set the fair share, and with it what may be allocated without being over it."""
+        self.fair_share = share
+        q, lim = self.quota, self.limit
+        self.allocatable = (
+            min(lim[0], max(q[0], share[0])),
+            min(lim[1], max(q[1], share[1])),
+            min(lim[2], max(q[2], share[2])),
+        )

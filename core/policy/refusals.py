@@ -1,0 +1,107 @@
+"""Why a job waits: the constraint that bound, with its numbers.
+
+Amounts in `need` and `have` are in the units of a vector (requests.py), or counts where the name says so (`ranks`, `nodes`). `holders` names
+the queues or jobs that hold what is missing, where that is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gangline.core.policy.gangs import Job, Rank, alive, charge_of
+from gangline.core.policy.nodes import Node
+from gangline.core.policy.predicates import right_kind
+from gangline.core.policy.requests import RESOURCES, UNITS, Request, Vector
+from gangline.core.policy.world import World
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a job's next chunk is not placed."""
+
+    code: str
+    message: str
+    need: dict[str, int] = field(default_factory=dict)
+    have: dict[str, int] = field(default_factory=dict)
+    holders: tuple[str, ...] = ()
+
+
+def named(vector: Vector) -> dict[str, int]:
+    """Return a vector with its names, without what is zero."""
+    return {name: amount for name, amount in zip(RESOURCES, vector, strict=True) if amount}
+
+
+def gang_incomplete(job: Job) -> Refusal:
+    """Too few of its ranks can still run."""
+    short = next((p for p in job.podsets if not alive(p)), job.podsets[0])
+    have = sum(1 for r in short.ranks if r.state <= 5)
+    where = f" of subgroup {short.name}" if job.single is None else ""
+    message = f"needs {short.min_ranks} ranks{where}, of which only {have} can still run"
+    return Refusal("gang_incomplete", message, {"ranks": short.min_ranks}, {"ranks": have})
+
+
+def over_bound(kind: str, queue: str, r: int, need: int, have: int) -> Refusal:
+    """A queue's limit, or its quota for work that cannot be preempted, does not allow it."""
+    which = "limit" if kind == "over_limit" else "quota for work that cannot be preempted"
+    message = f"needs {need} {UNITS[r]}, but queue {queue} has {max(have, 0)} left of its {which}"
+    return Refusal(kind, message, {RESOURCES[r]: need}, {RESOURCES[r]: have}, (queue,))
+
+
+def no_such_topology(topology: str, level: str) -> Refusal:
+    """The job names a topology, or a level, that the cluster does not have."""
+    if level:
+        return Refusal("unknown_topology", f"wants to be placed by level {level} of topology {topology}, which has no such level")
+    return Refusal("unknown_topology", f"wants to be placed by topology {topology}, which the cluster does not have")
+
+
+def no_domain(ranks: list[Rank], level: str, domains: int, best: int) -> Refusal:
+    """No single domain of the level holds the ranks."""
+    need = len(ranks)
+    message = f"needs room for {need} ranks in one domain of {level}; the best of {domains} has room for {best}"
+    return Refusal("no_domain_fits", message, {"ranks": need}, {"ranks": best, "domains": domains})
+
+
+def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node]) -> Refusal:
+    """No node has room for one of the ranks: say what is short, in all or on every single node."""
+    request = rank.request
+    if not nodes:
+        return Refusal("no_nodes", "no node can take ranks")
+    fitting = [n for n in nodes if request.nodes is None or n.name in request.nodes]
+    if not fitting:
+        wanted = ", ".join(request.nodes or ()) or "none"
+        return Refusal("no_node_allowed", f"may only run on certain nodes ({wanted}), and none of these is there", {}, {"nodes": len(nodes)})
+    fitting = [n for n in fitting if not (request.count or request.mig or request.legacy_mig) or right_kind(n, request)]
+    if not fitting:
+        return Refusal("no_such_device", "no node gives devices of the kind that it asks for", {}, {"nodes": len(nodes)})
+    need = charge_of(ranks, world.smallest_device_mib)
+    have = (
+        sum(max(0, n.later_milli) for n in fitting) + _mig_room(request, fitting),
+        sum(max(0, n.cpu_later) for n in fitting),
+        sum(max(0, n.memory_later) for n in fitting),
+    )
+    for r in range(3):
+        if need[r] > have[r]:
+            message = f"needs {need[r]} {UNITS[r]}; {have[r]} are idle or will be"
+            return Refusal(f"not_enough_{RESOURCES[r]}", message, named(need), named(have))
+    message = f"needs a node with room for {_words(request)}; enough is idle in all, but no node with that much is left"
+    return Refusal("fragmented", message, named(need), named(have))
+
+
+def _mig_room(request: Request, nodes: list[Node]) -> int:
+    return sum(n.mig_later.get(p, 0) * 1000 for n in nodes for p, _ in request.mig)
+
+
+def _words(request: Request) -> str:
+    parts = []
+    if request.whole:
+        parts.append(f"{request.count} whole GPUs")
+    elif request.memory_mib:
+        parts.append(f"{request.memory_mib} MiB on each of {request.count} GPUs")
+    elif request.count:
+        parts.append(f"{request.milli} thousandths of each of {request.count} GPUs")
+    parts += [f"{count} of MIG profile {profile}" for profile, count in request.mig]
+    if request.cpu_milli:
+        parts.append(f"{request.cpu_milli} CPU milli-cores")
+    if request.memory_bytes:
+        parts.append(f"{request.memory_bytes} bytes of memory")
+    return ", ".join(parts) or "one more rank"

@@ -1,0 +1,66 @@
+"""What a session has decided, in the order in which it was decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gangline.core.policy.gangs import Job, Rank
+from gangline.core.policy.nodes import Place
+from gangline.core.policy.refusals import Refusal
+
+#: the passes, by name
+Action = Literal["allocate", "consolidate", "reclaim", "preempt", "evict-stale-gangs"]
+ACTIONS: tuple[Action, ...] = ("allocate", "consolidate", "reclaim", "preempt", "evict-stale-gangs")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A rank starts at `place`."""
+
+    rank: Rank
+    place: Place
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A rank is to have `place` once what leaves it has left. `moved`: it works elsewhere now, and is being evicted from there."""
+
+    rank: Rank
+    place: Place
+    moved: bool
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A rank has to go from `place`. `beneficiary` is the job that it makes room for, "" if there is none."""
+
+    rank: Rank
+    place: Place
+    action: Action
+    beneficiary: str
+    #: it has a place to go to
+    moved: bool
+
+
+@dataclass
+class Decisions:
+    """The outcome of one session. Jobs that wait are in `refusals`, grouped by reason: (jobs, reason)."""
+
+    placements: list[Placement] = field(default_factory=list)
+    evictions: list[Eviction] = field(default_factory=list)
+    reservations: list[Reservation] = field(default_factory=list)
+    refusals: list[tuple[tuple[Job, ...], Refusal]] = field(default_factory=list)
+
+    def refusal(self, job: Job) -> Refusal | None:
+        """Return why a job waits."""
+        return next((why for jobs, why in self.refusals if job in jobs), None)
+
+
+class Notes:
+    """What the passes note down for the report."""
+
+    def __init__(self) -> None:
+        self.refusals: dict[Job, Refusal] = {}
+        self.skipped: list[tuple[list[Job], Refusal]] = []
+        self.causes: dict[Rank, tuple[Action, str]] = {}

@@ -1,0 +1,122 @@
+"""What one rank asks for, in the units in which everything is counted.
+
+Amounts are whole numbers, so that taking something and giving it back restores exactly what was there: GPUs in thousandths of a device
+(`GPU` = 1000), CPU in milli-cores, memory in bytes. A *vector* is the triple of these, in that order. Queues are charged with vectors.
+
+A rank asks for devices in one of four ways, or for none:
+
+whole   `count` devices for itself
+share   `milli` thousandths of each of `count` devices, on which others may have shares too
+memory  `memory_mib` of the memory of each of `count` devices: a share whose size depends on the device that it gets
+MIG     instances by profile, which only exist on nodes that are partitioned
+
+Requests are interned by the world (`World.intern`): equal requests are one object, and its `number` stands for all that matters when a rank is
+placed. So what failed for one rank is known to fail for every other one with the same number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Vector = tuple[int, int, int]
+
+#: thousandths in one device
+GPU = 1000
+#: larger than every real amount: no quota, no limit
+UNLIMITED = 1 << 62
+#: names of the entries of a vector, in order, and their units in words
+RESOURCES = ("gpu", "cpu", "memory")
+UNITS = ("thousandths of a GPU", "CPU milli-cores", "bytes of memory")
+ZERO: Vector = (0, 0, 0)
+
+
+def add(a: Vector, b: Vector) -> Vector:
+    """Return a + b."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+
+
+def subtract(a: Vector, b: Vector) -> Vector:
+    """Return a - b."""
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
+
+
+def within(a: Vector, limit: Vector) -> bool:
+    """Whether a is at most `limit` in every resource."""
+    return a[0] <= limit[0] and a[1] <= limit[1] and a[2] <= limit[2]
+
+
+def mig_gpus(profile: str) -> int:
+    """Return how many GPUs of quota one instance of a profile counts for: its leading number, 3 for `3g.20gb`.
+
+    Raises ValueError if the profile does not begin with a number.
+    """
+    digits = profile.split("g", 1)[0]
+    if not digits.isdigit():
+        raise ValueError(f"MIG profile {profile!r} does not begin with a number of slices, as 1g.5gb does")
+    return int(digits)
+
+
+def share_of_memory(memory_mib: int, device_memory_mib: int) -> int:
+    """Return the thousandths of a device that a memory request takes: rounded up to hundredths of the device."""
+    if device_memory_mib <= 0:
+        return UNLIMITED
+    return -(-memory_mib * 100 // device_memory_mib) * (GPU // 100)
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """Which other ranks a rank wants near, or not near: `attract` and `repel` name node labels ("hostname" is the node itself)."""
+
+    labels: tuple[tuple[str, str], ...] = ()
+    attract: str = ""
+    repel: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one rank asks for. Equal requests are placed alike."""
+
+    #: whole devices, or devices of which a share is wanted
+    count: int = 0
+    #: thousandths of each device: GPU for whole ones, 0 when `memory_mib` decides
+    milli: int = GPU
+    memory_mib: int = 0
+    #: (profile, instances), sorted by profile
+    mig: tuple[tuple[str, int], ...] = ()
+    cpu_milli: int = 0
+    memory_bytes: int = 0
+    #: names of the only nodes that will do, sorted; None: any
+    nodes: tuple[str, ...] | None = None
+    affinity: Affinity | None = None
+    #: CPU and memory must come from the NUMA zones of the node, where it has such
+    zone_bound: bool = False
+    #: asks for MIG devices in a way that is no longer served: never placed anew
+    legacy_mig: bool = False
+    #: given by World.intern; not part of its value
+    number: int = field(default=-1, compare=False)
+
+    @property
+    def whole(self) -> bool:
+        """Asks for whole devices."""
+        return self.count > 0 and self.milli == GPU and not self.memory_mib
+
+    @property
+    def shared(self) -> bool:
+        """Asks for shares of devices."""
+        return self.count > 0 and not self.whole
+
+    @property
+    def plain(self) -> bool:
+        """Only counts decide where it fits: whole devices or none, CPU and memory, on any node."""
+        return not (self.shared or self.mig or self.affinity or self.zone_bound or self.legacy_mig or self.nodes is not None)
+
+    def milli_on(self, device_memory_mib: int) -> int:
+        """Return the thousandths that it takes of each device with this much memory."""
+        return share_of_memory(self.memory_mib, device_memory_mib) if self.memory_mib else self.milli
+
+    def vector(self, device_memory_mib: int) -> Vector:
+        """Return what a queue is charged for it on devices with this much memory."""
+        gpus = self.count * self.milli_on(device_memory_mib) if self.count else 0
+        for profile, instances in self.mig:
+            gpus += instances * mig_gpus(profile) * GPU
+        return (gpus, self.cpu_milli, self.memory_bytes)

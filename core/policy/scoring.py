@@ -1,0 +1,97 @@
+"""Which node is best for one rank.
+
+Among the nodes where it fits, the first difference decides: a device already carries a share and can take this one; the rank fits now, without
+waiting; it needs fewer NUMA zones; it needs no device and the node has none; the node is the fullest (`binpack`: least unallocated, what is
+leaving counted as unallocated) or the emptiest (`spread`); the name. Preferred topology domains come before all of these: they are the *tiers*
+that the caller tries in turn (topology.py).
+
+So a rank that wants a share rather waits for a device that is shared already than takes an untouched one elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gangline.core.policy import devices
+from gangline.core.policy.gangs import Rank
+from gangline.core.policy.nodeindex import NodeIndex
+from gangline.core.policy.nodes import Node, Place
+from gangline.core.policy.predicates import fit, must_wait
+from gangline.core.policy.world import World
+
+
+def best_place(world: World, rank: Rank, index: NodeIndex, own: Place | None = None) -> tuple[Place, bool] | None:
+    """Return the best place for the rank among the nodes of the index, and whether it must wait for it; None if it fits nowhere."""
+    request, options = rank.request, world.options
+    if request.plain and options.prefer_ready and (options.gpu_nodes if request.count else options.cpu_nodes) == "binpack":
+        return _by_index(world, rank, index, own)
+    if request.shared and options.prefer_ready and options.prefer_shared and options.gpu_nodes == "binpack" and request.nodes is None:
+        shared = _by_score(world, rank, index.sharing(), own)
+        if shared is not None and _joins(shared[0]):
+            return shared
+        for now in (True, False):
+            for node in index.fullest(request.count, now):
+                place = fit(world, rank, node, now=now, own=own)
+                if place is not None:
+                    return place, not now or must_wait(place, request)
+        return shared
+    return _by_score(world, rank, index.nodes, own)
+
+
+def _by_index(world: World, rank: Rank, index: NodeIndex, own: Place | None) -> tuple[Place, bool] | None:
+    for now in (True, False):
+        for node in _candidates(rank, index, now):
+            place = fit(world, rank, node, now, own)
+            if place is not None:
+                return place, not now
+    return None
+
+
+def _candidates(rank: Rank, index: NodeIndex, now: bool) -> Iterator[Node]:
+    request = rank.request
+    return index.fullest(request.count, now) if request.count else index.least_cpu(request.cpu_milli)
+
+
+def _by_score(world: World, rank: Rank, nodes: list[Node], own: Place | None) -> tuple[Place, bool] | None:
+    best: tuple[tuple[float, ...], Place, bool] | None = None
+    for node in nodes:
+        later = fit(world, rank, node, now=False, own=own)
+        if later is None:
+            continue
+        ready = fit(world, rank, node, now=True, own=own)
+        place = ready or later
+        if ready is not None and rank.request.shared:
+            # the order of devices decides, even if the first of them has to be waited for
+            place = later
+        score = _score(world, rank, node, ready is not None, later)
+        if best is None or score < best[0]:
+            waits = ready is None or (rank.request.shared and must_wait(place, rank.request))
+            best = (score, place, waits)
+    return None if best is None else best[1:]
+
+
+def _score(world: World, rank: Rank, node: Node, ready: bool, place: Place) -> tuple[float, ...]:
+    options, request = world.options, rank.request
+    shared = request.shared and options.prefer_shared and devices.shared_fits(node, request.milli_on(node.spec.gpu_memory_mib))
+    with_devices = bool(request.count or request.mig)
+    return (
+        0 if shared else 1,
+        0 if ready and options.prefer_ready else 1,
+        len(place.zones),
+        0 if not with_devices and not node.gpus and options.prefer_ready else 1,
+        _packing(options.gpu_nodes if with_devices else options.cpu_nodes, node, with_devices),
+        node.index,
+    )
+
+
+def _packing(strategy: str, node: Node, with_devices: bool) -> float:
+    idle, total = (node.later_milli, node.gpus * 1000) if with_devices else (node.cpu_later, node.spec.cpu_milli)
+    if strategy == "binpack":
+        return idle
+    if strategy == "spread":
+        return -idle / total if total else 0.0
+    return 0.0
+
+
+def _joins(place: Place) -> bool:
+    return any(d in place.node.sharing for d in place.devices)

@@ -1,0 +1,63 @@
+"""One session: the passes in order on a what-if world, and what they decided.
+
+    world ─▶ fair shares ─▶ allocate ─▶ consolidate ─▶ reclaim ─▶ preempt ─▶ evict stale gangs ─▶ Decisions
+
+Each pass sees what those before it have decided. The world keeps the decisions until the caller settles it (`World.settle`) or takes them
+back (`World.rollback(0)`). Time is in the jobs, as seconds before the session; nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gangline.core.policy import fairshare, refusals
+from gangline.core.policy.allocate import allocate
+from gangline.core.policy.consolidate import consolidate
+from gangline.core.policy.gangs import RankState
+from gangline.core.policy.placing import Placer
+from gangline.core.policy.preempt import preempt
+from gangline.core.policy.reclaim import reclaim
+from gangline.core.policy.report import ACTIONS, Action, Decisions, Eviction, Notes, Placement, Reservation
+from gangline.core.policy.stale import evict_stale_gangs
+from gangline.core.policy.world import World
+
+
+def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Placer | None = None) -> Decisions:
+    """Run the passes and return what they decided. A caller that keeps its world keeps the placer too, for its index of nodes."""
+    placer = placer or Placer(world)
+    placer.begin()
+    notes = Notes()
+    if world.options.quotas:
+        fairshare.set_fair_shares(world)
+    else:
+        fairshare.no_fair_shares(world)
+    for action in actions:
+        if action == "allocate":
+            allocate(world, placer, notes)
+        elif action == "consolidate":
+            consolidate(world, placer, notes)
+        elif action == "reclaim":
+            reclaim(world, placer, notes)
+        elif action == "preempt":
+            preempt(world, placer, notes)
+        else:
+            evict_stale_gangs(world, notes)
+    return _decisions(world, notes)
+
+
+def _decisions(world: World, notes: Notes) -> Decisions:
+    out = Decisions()
+    for rank in world.changes():
+        moved = rank.state is RankState.EVICTED
+        if rank.state is RankState.BINDING and rank.place is not None:
+            out.placements.append(Placement(rank, rank.place))
+        if moved and rank.place is not None:
+            action, beneficiary = notes.causes[rank]
+            out.evictions.append(Eviction(rank, rank.place, action, beneficiary, rank.reservation is not None))
+        if rank.reservation is not None:
+            out.reservations.append(Reservation(rank, rank.reservation, moved))
+    placed = {r.rank.job for r in out.reservations} | {p.rank.job for p in out.placements}
+    out.refusals += [((job,), why) for job, why in notes.refusals.items() if job not in placed]
+    out.refusals += [(tuple(jobs), why) for jobs, why in notes.skipped if jobs]
+    out.refusals += [((job,), refusals.gang_incomplete(job)) for job in world.incomplete]
+    return out

@@ -1,0 +1,401 @@
+"""The what-if world: nodes, queues, jobs, and every change to where a rank is, each of which can be undone.
+
+A *session* decides on this world as if it were the cluster. Four changes exist, and only these move a rank:
+
+    bind      a waiting rank gets a place that is free now
+    reserve   a rank that waits, or that was evicted, gets a place that will be free when what leaves it has left
+    evict     a rank that works has to go; it holds its place until it has gone
+    spare     an evicted rank stays after all
+
+Each is written to a journal. `checkpoint` is a position in it, `rollback` undoes everything behind a position in reverse order, and what is left
+in the journal at the end of a session is what the session decided. All amounts are whole numbers and every change is a sum, so a rollback
+restores the world exactly.
+
+Between sessions the caller keeps the world in step with the cluster: jobs and nodes come and go, ranks start and end (`settle`, `leave`). What
+a session costs follows from what has changed, because nothing is copied: waiting jobs are kept sorted, in groups that are placed alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, alive, next_chunk, put_back, waiting
+from gangline.core.policy.nodes import Node, NodeSpec, Place
+from gangline.core.policy.queues import Queue, QueueSpec
+from gangline.core.policy.requests import GPU, ZERO, Request, Vector, add, mig_gpus, subtract
+
+#: what decides how a job's next chunk is placed: equal signatures in one queue succeed or fail together
+Signature = tuple[object, ...]
+#: order of jobs in one queue: priority, standing, age, name
+JobKey = tuple[int, int, int, str]
+#: waiting jobs that are placed alike, in order
+Group = list[tuple[JobKey, Job]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a session decides. The defaults are what production uses."""
+
+    #: "binpack", "spread" or "none", for ranks with devices and for those without
+    gpu_nodes: str = "binpack"
+    cpu_nodes: str = "binpack"
+    #: "pack", "spread" or "none"
+    share_devices: str = "pack"
+    #: quotas, limits and fair shares bind; priorities count; a node where the rank fits now, or can share a device, is preferred
+    quotas: bool = True
+    priorities: bool = True
+    prefer_ready: bool = True
+    prefer_shared: bool = True
+    #: seconds that a gang below its minimum may stay, unless its job says otherwise
+    staleness_grace_s: float = 60.0
+    #: what-if placements tried for one waiting job in one pass, at most
+    simulations: int = 1000
+
+
+class World:
+    """Everything a session knows and changes. Build it with add_node, add_queue and add_job, parents before children."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.nodes: list[Node] = []
+        self.node_by_name: dict[str, Node] = {}
+        self.queues: dict[str, Queue] = {}
+        self.jobs: dict[str, Job] = {}
+        #: levels of each topology, coarsest first
+        self.topologies: dict[str, tuple[str, ...]] = {}
+        self.total: Vector = ZERO
+        #: of all devices in the cluster, MiB
+        self.smallest_device_mib = 0
+        self.largest_device_mib = 0
+        #: positions of nodes whose room has changed, in order; those who keep an index of nodes remember how far they have read
+        self.touched: list[int] = []
+        #: ranks with pod-affinity terms or labels
+        self.affine: dict[Rank, None] = {}
+        #: rises when the set of nodes changes
+        self.node_version = 0
+        self._requests: dict[Request, Request] = {}
+        self._shapes: dict[object, int] = {}
+        self._journal: list[tuple[str, Rank, RankState, Place | None, Vector]] = []
+        self._groups: dict[Queue, dict[Signature, Group]] = {}
+        self._group_of: dict[Job, tuple[Signature, JobKey]] = {}
+        self._changed: dict[Job, None] = {}
+        #: jobs that have waiting ranks, too few to be placed
+        self.incomplete: dict[Job, None] = {}
+
+    # ------------------------------------------------------------ building
+
+    def add_node(self, spec: NodeSpec) -> Node:
+        """Add a node. Names must be unique."""
+        node = Node(spec)
+        if self.node_by_name.setdefault(spec.name, node) is not node:
+            raise ValueError(f"node {spec.name!r} is there already")
+        self._renumber()
+        return node
+
+    def add_nodes(self, specs: Iterable[NodeSpec]) -> None:
+        """Add many nodes at once."""
+        for spec in specs:
+            if spec.name in self.node_by_name:
+                raise ValueError(f"node {spec.name!r} is there already")
+            self.node_by_name[spec.name] = Node(spec)
+        self._renumber()
+
+    def remove_node(self, name: str) -> None:
+        """Take a node away. No rank may be on it."""
+        node = self.node_by_name.pop(name)
+        if node.pods_idle != node.spec.max_pods or node.pods_later != node.spec.max_pods:
+            raise ValueError(f"node {name!r} still has ranks")
+        self._renumber()
+
+    def _renumber(self) -> None:
+        self.nodes = [self.node_by_name[name] for name in sorted(self.node_by_name)]
+        for at, node in enumerate(self.nodes):
+            node.index = at
+        self.node_version += 1
+        self.touched.clear()
+        gpus = sum(n.gpus * GPU + sum(mig_gpus(p) * count * GPU for p, count in (n.spec.mig or {}).items()) for n in self.nodes)
+        self.total = (gpus, sum(n.spec.cpu_milli for n in self.nodes), sum(n.spec.memory_bytes for n in self.nodes))
+        memories = [n.spec.gpu_memory_mib for n in self.nodes if n.gpus and n.spec.gpu_memory_mib]
+        self.smallest_device_mib, self.largest_device_mib = min(memories, default=0), max(memories, default=0)
+
+    def add_queue(self, spec: QueueSpec) -> Queue:
+        """Add a queue below its parent, which must exist. Names must be unique."""
+        if spec.name in self.queues:
+            raise ValueError(f"queue {spec.name!r} is there already")
+        if spec.parent and spec.parent not in self.queues:
+            raise ValueError(f"queue {spec.name!r} has the parent {spec.parent!r}, which is not there")
+        parent = self.queues[spec.parent] if spec.parent else None
+        queue = Queue(spec, parent)
+        if parent is not None:
+            parent.children.append(queue)
+            parent.children.sort(key=lambda q: (q.created, q.name))
+        self.queues[spec.name] = queue
+        for at, q in enumerate(sorted(self.queues.values(), key=lambda q: (q.depth, q.created, q.name))):
+            q.seq = at
+        return queue
+
+    def roots(self) -> list[Queue]:
+        """Return the top queues, oldest first."""
+        return sorted((q for q in self.queues.values() if q.parent is None), key=lambda q: q.seq)
+
+    def intern(self, request: Request) -> Request:
+        """Return the one object that stands for all requests equal to this one."""
+        known = self._requests.get(request)
+        if known is None:
+            known = replace(request, number=len(self._requests))
+            self._requests[known] = known
+        return known
+
+    def add_job(self, job: Job, places: dict[int, tuple[RankState, Place | None]] | None = None) -> None:
+        """Add a job whose ranks and tree are complete; `places` says by index which ranks are not just waiting, and where they are.
+
+        A pending rank with a place has a reservation there, which no queue is charged for.
+        """
+        if job.name in self.jobs:
+            raise ValueError(f"job {job.name!r} is there already")
+        self.jobs[job.name] = job
+        for podset in job.podsets:
+            podset.ranks.sort(key=lambda r: r.key)
+        job.shape = self._shape_of(job)
+        job.plain = all(r.request.affinity is None for r in job.ranks) and not _constrained(job)
+        for rank in job.ranks:
+            if rank.request.affinity is not None:
+                self.affine[rank] = None
+            state, place = (places or {}).get(rank.index, (RankState.PENDING, None))
+            self._introduce(rank, state, place)
+        self._changed[job] = None
+
+    def _introduce(self, rank: Rank, state: RankState, place: Place | None) -> None:
+        rank.state = state
+        if state is RankState.PENDING:
+            rank.job.queue.waiting = add(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
+            if place is not None:
+                self._take(rank, place, 0, -1)
+                rank.reservation = place
+                rank.podset.active += 1
+        elif state not in HOLDING:
+            rank.place = place
+        elif place is not None:
+            rank.place = place
+            self._take(rank, place, -1, 0 if state in (RankState.RELEASING, RankState.EVICTED) else -1)
+            if state in ACTIVE:
+                self._charge(rank, rank.request.vector(place.node.spec.gpu_memory_mib))
+                rank.podset.active += 1
+
+    def remove_job(self, name: str) -> None:
+        """Forget a job, with everything that its ranks hold. Not within a session."""
+        job = self.jobs.pop(name)
+        for rank in job.ranks:
+            self.leave(rank, RankState.SUCCEEDED)
+            self.affine.pop(rank, None)
+        self._ungroup(job)
+        self._changed.pop(job, None)
+
+    def _shape_of(self, job: Job) -> int:
+        value = (job.constraint.key() if job.constraint else None, _tree_key(job.root))
+        return self._shapes.setdefault(value, len(self._shapes))
+
+    # ------------------------------------------------------------ changes, each with its way back
+
+    def checkpoint(self) -> int:
+        """Return the position to roll back to."""
+        return len(self._journal)
+
+    def bind(self, rank: Rank, place: Place) -> None:
+        """Place a waiting rank where it fits now."""
+        assert waiting(rank), f"bind {rank.name}: it is {rank.state.name}"
+        self._journal.append(("bind", rank, rank.state, None, ZERO))
+        rank.state, rank.place = RankState.BINDING, place
+        rank.podset.active += 1
+        queue = rank.job.queue
+        queue.waiting = subtract(queue.waiting, rank.request.vector(self.smallest_device_mib))
+        self._take(rank, place, -1, -1)
+        self._charge(rank, rank.request.vector(place.node.spec.gpu_memory_mib))
+
+    def reserve(self, rank: Rank, place: Place) -> None:
+        """Reserve a place for a rank that waits or was evicted."""
+        assert rank.reservation is None, f"reserve for {rank.name}: it has a reservation"
+        self._journal.append(("reserve", rank, rank.state, None, ZERO))
+        rank.reservation = place
+        rank.podset.active += 1
+        self._take(rank, place, 0, -1)
+        self._charge(rank, rank.request.vector(place.node.spec.gpu_memory_mib))
+
+    def evict(self, rank: Rank) -> None:
+        """Evict a rank that works: it leaves, and its queue is no longer charged for it."""
+        assert rank.state in ACTIVE, f"evict {rank.name}: it is {rank.state.name}"
+        assert rank.place is not None, f"{rank.name} works and has no place"
+        self._journal.append(("evict", rank, rank.state, rank.place, rank.charged))
+        rank.state = RankState.EVICTED
+        rank.podset.active -= 1
+        self._take(rank, rank.place, 0, 1)
+        self._charge(rank, ZERO)
+
+    def spare(self, rank: Rank) -> None:
+        """Take back the eviction of a rank that has got no other place."""
+        assert put_back(rank), f"spare {rank.name}: it is {rank.state.name}"
+        assert rank.place is not None, f"{rank.name} is leaving and has no place"
+        self._journal.append(("spare", rank, rank.state, rank.place, rank.charged))
+        rank.state = RankState.RUNNING
+        rank.podset.active += 1
+        self._take(rank, rank.place, 0, -1)
+        self._charge(rank, rank.request.vector(rank.place.node.spec.gpu_memory_mib))
+
+    def rollback(self, checkpoint: int) -> None:
+        """Undo everything since the checkpoint, the last change first."""
+        while len(self._journal) > checkpoint:
+            what, rank, state, place, charged = self._journal.pop()
+            if what == "bind":
+                assert rank.place is not None
+                self._take(rank, rank.place, 1, 1)
+                rank.place = None
+                queue = rank.job.queue
+                queue.waiting = add(queue.waiting, rank.request.vector(self.smallest_device_mib))
+            elif what == "reserve":
+                assert rank.reservation is not None
+                self._take(rank, rank.reservation, 0, 1)
+                rank.reservation = None
+            else:
+                assert place is not None
+                self._take(rank, place, 0, -1 if what == "evict" else 1)
+            rank.podset.active += 1 if what == "evict" else -1
+            rank.state = state
+            self._charge(rank, charged)
+
+    def changes(self, checkpoint: int = 0) -> list[Rank]:
+        """Return the ranks that were changed since the checkpoint, each once, in order of their first change."""
+        return list(dict.fromkeys(entry[1] for entry in self._journal[checkpoint:]))
+
+    def commit(self) -> None:
+        """Make everything so far final: it can no longer be rolled back."""
+        self._journal.clear()
+
+    def _take(self, rank: Rank, place: Place, idle: int, later: int) -> None:
+        place.node.take(rank.request, place, idle, later)
+        self.touched.append(place.node.index)
+        self._changed[rank.job] = None
+
+    def _charge(self, rank: Rank, vector: Vector) -> None:
+        old = rank.charged
+        if vector == old:
+            return
+        rank.charged = vector
+        g, c, m = vector[0] - old[0], vector[1] - old[1], vector[2] - old[2]
+        fixed = not rank.job.preemptible
+        for queue in rank.job.queue.path:
+            a = queue.allocated
+            queue.allocated = (a[0] + g, a[1] + c, a[2] + m)
+            if fixed:
+                n = queue.nonpreemptible
+                queue.nonpreemptible = (n[0] + g, n[1] + c, n[2] + m)
+
+    # ------------------------------------------------------------ between sessions
+
+    def settle(self) -> None:
+        """A session's decisions have been carried out as far as they can be at once: what was bound runs, what was evicted is leaving.
+
+        Reservations are dropped; the next session makes them anew, with whatever has changed by then.
+        """
+        for rank in self.changes():
+            if rank.reservation is not None:
+                self._drop_reservation(rank)
+            if rank.state is RankState.BINDING:
+                rank.state = RankState.RUNNING
+            elif rank.state is RankState.EVICTED:
+                rank.state = RankState.RELEASING
+        self.commit()
+
+    def _drop_reservation(self, rank: Rank) -> None:
+        assert rank.reservation is not None
+        self._take(rank, rank.reservation, 0, 1)
+        rank.reservation = None
+        rank.podset.active -= 1
+        self._charge(rank, ZERO)
+
+    def leave(self, rank: Rank, state: RankState = RankState.PENDING) -> None:
+        """A rank has gone from its node: it waits again, or has ended. Not within a session."""
+        if rank.reservation is not None:
+            self._drop_reservation(rank)
+        if rank.state is RankState.PENDING:
+            rank.job.queue.waiting = subtract(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
+        if rank.place is not None and rank.state in HOLDING:
+            self._take(rank, rank.place, 1, 0 if rank.state in (RankState.RELEASING, RankState.EVICTED) else 1)
+            rank.place = None
+        if rank.state in ACTIVE:
+            rank.podset.active -= 1
+            self._charge(rank, ZERO)
+        rank.state = state
+        if state is RankState.PENDING:
+            rank.job.queue.waiting = add(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
+        self._changed[rank.job] = None
+
+    # ------------------------------------------------------------ who waits
+
+    def waiting_groups(self) -> dict[Queue, dict[Signature, Group]]:
+        """Return the waiting jobs of each leaf queue, grouped by what is placed alike, each group in order. Not to be changed."""
+        for job in self._changed:
+            self._ungroup(job)
+            if job.name in self.jobs:
+                self._regroup(job)
+        self._changed.clear()
+        return self._groups
+
+    def _ungroup(self, job: Job) -> None:
+        known = self._group_of.pop(job, None)
+        self.incomplete.pop(job, None)
+        if known is None:
+            return
+        signature, key = known
+        groups = self._groups[job.queue]
+        group = groups[signature]
+        del group[bisect_left(group, key, key=lambda e: e[0])]
+        if not group:
+            del groups[signature]
+            if not groups:
+                del self._groups[job.queue]
+
+    def _regroup(self, job: Job) -> None:
+        chunk = next_chunk(job) if alive(job.root) else []
+        if not chunk:
+            if any(waiting(r) for r in job.ranks):
+                self.incomplete[job] = None
+            return
+        signature, key = signature_of(job, chunk), self.job_key(job)
+        insort(self._groups.setdefault(job.queue, {}).setdefault(signature, []), (key, job), key=lambda e: e[0])
+        self._group_of[job] = (signature, key)
+
+    def working_jobs(self) -> list[Job]:
+        """Return the jobs with ranks that work, oldest first."""
+        return sorted((j for j in self.jobs.values() if any(r.state in ACTIVE for r in j.ranks)), key=lambda j: (j.order, j.name))
+
+    def job_key(self, job: Job) -> JobKey:
+        """Return its place in the order of its queue: larger priority, lower standing, older, name."""
+        return (-job.priority if self.options.priorities else 0, job.standing, job.order, job.name)
+
+
+def signature_of(job: Job, chunk: list[Rank]) -> Signature:
+    """Return what decides how a chunk is placed. Ranks that must be near their gang's other ranks are only like themselves."""
+    first = chunk[0].request.number
+    alike = all(r.request.number == first for r in chunk)
+    what: object = (first, len(chunk)) if alike and job.single else tuple((r.podset.name, r.request.number) for r in chunk)
+    own = "" if job.plain or not (job.has_active or any(r.request.affinity for r in chunk)) else job.name
+    return (job.preemptible, job.shape, what, own)
+
+
+def _constrained(job: Job) -> bool:
+    def below(member: object) -> bool:
+        if getattr(member, "constraint", None) is not None:
+            return True
+        return isinstance(member, PodsetGroup) and any(below(m) for m in member.members)
+
+    return job.constraint is not None or below(job.root)
+
+
+def _tree_key(member: object) -> object:
+    constraint = getattr(member, "constraint", None)
+    key = constraint.key() if constraint is not None else None
+    if isinstance(member, PodsetGroup):
+        return (key, member.min_members, tuple((m.name, _tree_key(m)) for m in member.members))
+    return (key,)
