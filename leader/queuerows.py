@@ -20,6 +20,16 @@ class AmountsRow(msgspec.Struct, frozen=True):
     models: dict[str, float]
 
 
+class WeightsRow(msgspec.Struct, frozen=True):
+    """Parts in which siblings divide what is over quota."""
+
+    gpus: float
+    cpus: float
+    memory: float
+    #: by GPU model, where they are given
+    models: dict[str, float]
+
+
 class HeldRow(msgspec.Struct):
     """What jobs that are placed hold."""
 
@@ -51,7 +61,7 @@ class QueueRow(msgspec.Struct, frozen=True):
     starts: bool
     quota: AmountsRow
     limit: AmountsRow
-    over_quota_weight: Weights
+    over_quota_weight: WeightsRow
     priority: int
     #: null: as the parent
     reclaim_min_runtime_s: float | None
@@ -117,7 +127,7 @@ def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow) -
         starts=all(queue.state != "hold" for queue in lineage),
         quota=_amounts(spec.quota),
         limit=_amounts(spec.limit),
-        over_quota_weight=spec.over_quota_weight,
+        over_quota_weight=_weights(spec.over_quota_weight),
         priority=spec.priority,
         reclaim_min_runtime_s=spec.reclaim_min_runtime_s,
         preempt_min_runtime_s=spec.preempt_min_runtime_s,
@@ -132,6 +142,10 @@ def _amounts(amounts: Amounts) -> AmountsRow:
     return AmountsRow(
         _units(amounts.gpus_milli), _units(amounts.cpus_milli), amounts.memory_mib, {m: each / 1000 for m, each in amounts.models.items()}
     )
+
+
+def _weights(weights: Weights) -> WeightsRow:
+    return WeightsRow(weights.gpus, weights.cpus, weights.memory, weights.models)
 
 
 def _units(milli: int | None) -> float | None:

@@ -187,7 +187,8 @@ def _say(error: Exception) -> int:
 
 def _say_refusal(error: ApiError) -> int:
     code = error.code or f"http_{error.status}"
-    click.echo(f"gangline: {clean(str(error)).rstrip('.')}. [{clean(code)}]", err=True)
+    text = clean(str(error)).rstrip(".")
+    click.echo(f"gangline: {text}{'' if text.endswith('?') else '.'} [{clean(code)}]", err=True)
     for problem in error.problem.get("errors") or ():
         hint = f" Did you mean {problem['nearest']}?" if problem.get("nearest") else ""
         click.echo(clean(f"  {problem.get('pointer') or 'job'}: {problem.get('message')}{hint} [{problem.get('code')}]"), err=True)

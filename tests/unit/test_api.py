@@ -1184,6 +1184,7 @@ async def test_declared_queues_and_what_their_jobs_have(api: Api) -> None:
     assert [row["parent"] for row in rows.values()] == [None, "research", "research", None]
     assert [row["leaf"] for row in rows.values()] == [False, True, True, True]
     assert rows["research/nlp"]["quota"]["gpus"] == 6
+    assert rows["batch"]["over_quota_weight"] == {"gpus": 1, "cpus": 1, "memory": 1, "models": {}}
     assert rows["research/nlp"]["allocated"] == {"jobs": 1, "gpus": 2, "cpus": 2, "memory_mib": 0, "models": {"H100": 2}}
     assert rows["research"]["allocated"] == rows["research/nlp"]["allocated"]
     assert [row["pending"] for row in rows.values()] == [{"jobs": n, "gpus": 2 * n} for n in (1, 0, 1, 0)]
