@@ -3,9 +3,9 @@
 The leader calls the node lost when the lease has ended. So ranks must have ended before, whoever is alive to end them: each renewal moves
 the fence (`fence.py`) to the moment *before* its request + time to live - margin, and the supervisors do the rest.
 
-When renewals fail, the schedulers are asked whether they reach the store. If those that answer do not, nobody can be deciding anything,
-and the fence is moved on by half a time to live with each such answer. If nobody answers, this node is the one that is cut off, and the
-fence is left to fall.
+When renewals fail, the schedulers are asked whether they reach the store. If every one of them says that it does not, nobody can be deciding
+anything, and the fence is moved on by half a time to live with each such answer. A scheduler that gives no answer may be on the other side of
+a partition, with the store, deciding: then this node must count itself as cut off, and the fence is left to fall.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def patience(ttl_s: float) -> float:
 
 
 async def ask_schedulers(schedulers: list[SchedulerAddress], timeout_s: float) -> Verdict:
-    """Ask every scheduler whether it reaches the store. Only the clear answer of all that answer counts as "nobody decides"."""
+    """Ask every scheduler whether it reaches the store. Only the clear "unreachable" of all of them counts as "nobody decides"."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
         answers = await asyncio.gather(*(_ask(session, s.url) for s in schedulers))
     given = [a for a in answers if a is not None]
     if not given:
         return "no_answer"
-    return "nobody_decides" if all(a == "unreachable" for a in given) else "somebody_may_decide"
+    return "nobody_decides" if all(a == "unreachable" for a in answers) else "somebody_may_decide"
 
 
 async def _ask(session: aiohttp.ClientSession, url: str) -> str | None:

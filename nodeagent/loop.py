@@ -30,7 +30,7 @@ from gangline.nodeagent.http import AgentHttp
 from gangline.nodeagent.kernel import boottime
 from gangline.nodeagent.liveness import Liveness, Verdict, ask_schedulers, patience
 from gangline.nodeagent.local import Local
-from gangline.nodeagent.reconcile import Prepare, Start, next_look, reconcile, refusal
+from gangline.nodeagent.reconcile import Prepare, Start, Stop, next_look, reconcile, refusal
 from gangline.nodeagent.report import observed_gang
 from gangline.nodeagent.statedir import Seen, StateDir
 
@@ -121,9 +121,11 @@ class Agent:
             await asyncio.gather(stopped, *tasks, return_exceptions=True)
 
     async def _stop_ranks(self) -> None:
-        """Stop everything as if nothing were desired, and wait until it is gone and reported."""
-        self._desired = Desired(node=self._node.name, index=self._seen.index, epoch=self._seen.epoch)
-        self._look.set()
+        """Stop every rank and wait until that is reported. Their gangs are not forgotten: the next agent tells again how they ended."""
+        for gang in self._gangs.local.gangs.values():
+            if gang.live:
+                ranks = tuple(r.key for r in gang.live)
+                self._gangs.act(Stop(gang.job, ranks, "stopped", "the agent of this node was stopped with its ranks"))
         while any(g.live for g in self._gangs.local.gangs.values()) or not self._reporter.settled:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -166,7 +168,7 @@ class Agent:
                 continue
             actions = reconcile(self._desired, self._gangs.local, time.monotonic())
             for action in actions:
-                if isinstance(action, Prepare | Start) and self._is_fenced():
+                if isinstance(action, Prepare | Start) and (self._is_fenced() or self._stopping.is_set()):
                     continue
                 self._gangs.act(action)
             self._dirty.set()

@@ -15,6 +15,7 @@ work/<job>/rank-<r>        private working directories
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -78,6 +79,7 @@ class StateDir:
     def __init__(self, root: Path) -> None:
         """Make what is missing. Raises StateError."""
         self.root = root.absolute()
+        self._root = str(self.root)
         self.job_socket = self.root / "job.sock"
         size = len(os.fsencode(self.job_socket))
         if size > PATH_BYTES_MAX:
@@ -127,8 +129,13 @@ class StateDir:
             raise StateError(f"{self.root / 'seen'} cannot be read ({e}): stop every rank on this node, then remove it") from e
 
     def save_seen(self, seen: Seen) -> None:
-        """Remember it."""
-        self._write(self.root / "seen", msgspec.json.encode(seen))
+        """Remember it. Written in place: a file of one short line is never torn, and there is one such write for each document."""
+        data = b"%-63b\n" % msgspec.json.encode(seen)
+        fd = os.open(self.root / "seen", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, data, 0)
+        finally:
+            os.close(fd)
 
     def schedulers(self) -> list[SchedulerAddress]:
         """Return how the schedulers were reached last."""
@@ -151,9 +158,8 @@ class StateDir:
 
     def save_record(self, record: GangRecord) -> None:
         """Remember a gang. Raises OSError."""
-        folder = self.root / "runs" / record.job
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self._write(folder / "gang", msgspec.json.encode(record))
+        _make(f"{self._root}/runs/{record.job}")
+        self._write(Path(f"{self._root}/runs/{record.job}/gang"), msgspec.json.encode(record))
 
     def run_folder(self, job: str, generation: int) -> Path:
         """Folder of the status files of a generation."""
@@ -169,8 +175,16 @@ class StateDir:
 
     def make_folders(self, job: str, generation: int) -> None:
         """Make the folders of a generation. Raises OSError."""
-        for folder in (self.run_folder(job, generation), self.log_folder(job, generation)):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for kind in ("runs", "logs"):
+            parent = f"{self._root}/{kind}/{job}"
+            # The parent is there already from the second generation on, the folder itself when a start follows a preparation.
+            try:
+                os.mkdir(f"{parent}/{generation}", 0o700)
+            except FileExistsError:
+                continue
+            except FileNotFoundError:
+                _make(parent)
+                _make(f"{parent}/{generation}")
 
     def remove_runs(self, job: str, generations: list[int] | None = None) -> None:
         """Remove the status files of these generations, of all when None."""
@@ -180,7 +194,16 @@ class StateDir:
             shutil.rmtree(folder / name, ignore_errors=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_bytes(data)
-        temporary.chmod(0o600)
-        temporary.replace(path)
+        temporary = f"{path}.new"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            if os.write(fd, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+
+
+def _make(folder: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)

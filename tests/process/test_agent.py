@@ -424,7 +424,11 @@ async def test_an_upgrade_leaves_ranks_alone_and_stop_ranks_does_not(world: Worl
     agent.terminate()
     assert agent.wait(15) == 0
     assert not any(alive(r.pid) for r in ranks)
-    assert await world.gang() is None
+    # The leader, which still wants the gang here, is told how its ranks ended: by this agent and by the next one.
+    assert {r.cause for r in await world.until_ranks("exited")} == {"stopped"}
+    world.start_agent()
+    await eventually(lambda: world.log().count('"event":"registered"') == 3)
+    assert {r.cause for r in await world.until_ranks("exited")} == {"stopped"}
 
 
 def _fake_status(world: World, **changes: Any) -> None:

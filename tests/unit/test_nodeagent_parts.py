@@ -267,8 +267,8 @@ async def test_only_unanimous_schedulers_prove_that_nobody_decides(serve: Callab
     strange = await serve(200, b'{"store": 7}')
     frozen = await serve(200, b'{"store": "ok"}', 30.0)
     verdicts = {
-        "nobody_decides": [[cut], [cut, NOBODY], [cut, frozen]],
-        "somebody_may_decide": [[well], [well, cut], [cut, strange], [well, NOBODY]],
+        "nobody_decides": [[cut], [cut, cut]],
+        "somebody_may_decide": [[well], [well, cut], [cut, strange], [well, NOBODY], [cut, NOBODY], [cut, frozen]],
         "no_answer": [[], [NOBODY], [frozen], [odd]],
     }
     for verdict, cases in verdicts.items():
