@@ -47,7 +47,7 @@ def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, 
         if signature is not None and not any(r.request.affinity or r.request.memory_mib for r in chunk):
             order.fail(signature, placer.refusal)
         return
-    wait_together(world, job, chunk, mark)
+    wait_together(world, job, mark)
     more = next_chunk(job)
     if more:
         order.push(job, charge_of(more, world.smallest_device_mib))

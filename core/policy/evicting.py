@@ -58,5 +58,3 @@ def path_split(a: Queue, b: Queue) -> tuple[Queue, Queue] | None:
         if x is not y:
             return x, y
     return None
-
-

@@ -37,6 +37,8 @@ class RankState(IntEnum):
     EVICTED = 5
     SUCCEEDED = 6
     FAILED = 7
+    #: waits, after a reservation made in this session was withdrawn; not looked at again before the next one
+    WITHDRAWN = 8
 
 
 #: works, or will
@@ -44,7 +46,7 @@ ACTIVE = (RankState.BINDING, RankState.RUNNING)
 #: occupies a node
 HOLDING = (RankState.BINDING, RankState.RUNNING, RankState.RELEASING, RankState.STUCK, RankState.EVICTED)
 #: can still be part of its gang
-LIVE = (RankState.PENDING, *HOLDING)
+LIVE = (RankState.PENDING, RankState.WITHDRAWN, *HOLDING)
 
 
 class Rank:
@@ -226,8 +228,8 @@ def waiting(rank: Rank) -> bool:
 
 
 def put_back(rank: Rank) -> bool:
-    """Whether the rank was evicted in this session and has no new place yet."""
-    return rank.state is RankState.EVICTED and rank.reservation is None
+    """Whether the rank has lost its place, or its reservation, in this session and has no new one yet."""
+    return rank.state in (RankState.EVICTED, RankState.WITHDRAWN) and rank.reservation is None
 
 
 def alive(member: Member) -> bool:
@@ -269,18 +271,19 @@ def _chunk(member: Member, free: Callable[[Rank], bool]) -> list[Rank] | None:
 
 
 def eviction_slices(job: Job) -> list[list[Rank]]:
-    """Return the ranks that run, in the steps in which they are given up: surplus one at a time, then all that is left at once.
+    """Return the ranks that run, or have a reservation from this session, in the steps in which they are given up.
 
-    What this session has placed is not given up again; the gang counts on it, so a job with such ranks has only surplus to give.
+    That is surplus one at a time, then all that is left at once. What this session has started is not given up again, and the gang counts on
+    it: a job with such ranks has only surplus to give.
     """
     steps = _all_slices(job)
     if any(r.state is RankState.BINDING for r in job.ranks):
-        return [s for s in steps[:-1] if all(r.state is RankState.RUNNING for r in s)]
+        return [s for s in steps[:-1] if all(r.state is not RankState.BINDING for r in s)]
     return steps
 
 
 def _all_slices(job: Job) -> list[list[Rank]]:
-    left = {id(p): [r for r in p.ranks if r.state in ACTIVE] for p in job.podsets}
+    left = {id(p): [r for r in p.ranks if r.counts and r.charged != ZERO] for p in job.podsets}
     slices: list[list[Rank]] = []
     if job.single is not None:
         ranks = left[id(job.single)]

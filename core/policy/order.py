@@ -16,7 +16,8 @@ The order is found anew after every job, so queues take turns. Only the path of 
 keep their places in the heaps.
 
 Jobs in one queue: higher priority; below the gang minimum, then at it, then above; older; name (World.job_key). Victims are taken in the reverse
-of both orders; for them rule 5 leaves out what was already picked from the queue.
+of both orders; for them nothing is added in rules 2, 4 and 5, and rule 5 leaves out what was already picked from the queue, and what would be
+picked next.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from gangline.core.policy.gangs import ACTIVE, Job, Rank, charge_of, eviction_slices, next_chunk, waiting
+from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, next_chunk, waiting
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
@@ -43,7 +44,7 @@ def queue_key(world: World, queue: Queue, chunk: Vector, picked: Vector = ZERO) 
     able = queue.allocatable
     over = a[0] > f[0] and a[1] > f[1] and a[2] > f[2]
     above_quota = more[0] > q[0] or more[1] > q[1] or more[2] > q[2]
-    uses_nothing = (chunk[0] > 0 and able[0] == 0) or (chunk[1] > 0 and able[1] == 0) or (chunk[2] > 0 and able[2] == 0)
+    uses_nothing = (more[0] > 0 and able[0] == 0) or (more[1] > 0 and able[1] == 0) or (more[2] > 0 and able[2] == 0)
     with_chunk = dominant_share(world, queue, subtract(more, picked))
     return (over, above_quota, -queue.priority, uses_nothing, with_chunk, dominant_share(world, queue, a), *able, queue.seq)
 
@@ -173,9 +174,11 @@ class JobOrder:
             if vector is None:
                 self._valid.pop(queue, None)
                 continue
-            key = queue_key(self._world, queue, vector, self._picked.get(queue, ZERO))
             if self._reverse:
-                key = tuple(-k for k in key)
+                picked = add(self._picked.get(queue, ZERO), vector)
+                key = tuple(-k for k in queue_key(self._world, queue, ZERO, picked))
+            else:
+                key = queue_key(self._world, queue, vector)
             self._count += 1
             self._valid[queue] = self._count
             heappush(self._nodes.setdefault(queue.parent, []), (key, self._count, queue))
@@ -243,7 +246,7 @@ def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) 
 
 def _slices(job: Job, protected: bool) -> list[Slice]:
     steps = eviction_slices(job)
-    running = sum(1 for r in job.ranks if r.state in ACTIVE)
+    running = sum(p.active for p in job.podsets)
     out = []
     for ranks in steps:
         running -= len(ranks)

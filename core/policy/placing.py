@@ -8,6 +8,9 @@ the evicting passes do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from gangline.core.policy import refusals, topology
 from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, Rank, RankState
 from gangline.core.policy.nodeindex import NodeIndex
@@ -39,46 +42,48 @@ class Placer:
     def place(self, job: Job, chunk: list[Rank], reserve_only: bool) -> bool:
         """Place all ranks of the chunk, or leave the world as it is and set `refusal`."""
         self.refusal = None
-        wanted = dict.fromkeys(chunk)
+        task = _Task(dict.fromkeys(chunk), reserve_only)
         mark = self._world.checkpoint()
         outer = job.constraint
         if outer is not None and job.root.constraint is not None and outer.key() == job.root.constraint.key():
             outer = None
-        if self._scope(outer, job.root, job, wanted, [self.index], reserve_only):
+        tiers = [self.index]
+        if self._confined(outer, job.root, task, tiers, self._member) if outer is not None else self._member(job.root, task, tiers):
             return True
         self._world.rollback(mark)
         return False
 
-    def _scope(
-        self, constraint: Constraint | None, member: Member, job: Job, wanted: dict[Rank, None], tiers: Tiers, reserve_only: bool, own: bool = True
-    ) -> bool:
-        """Place what the member has of the chunk under a constraint; with `own`, under the member's own one inside it as well."""
-        ranks = [r for r in member.all_ranks() if r in wanted]
-        if not ranks:
+    def _member(self, member: Member, task: _Task, tiers: Tiers) -> bool:
+        """Place what the member has of the chunk, under its own constraint if it has one."""
+        if not any(r in task.wanted for r in member.all_ranks()):
             return True
-        if constraint is None:
-            return self._inside(member, job, wanted, ranks, tiers, reserve_only, own)
-        running = [r for r in member.all_ranks() if r.counts and r not in wanted]
+        if member.constraint is None:
+            return self._content(member, task, tiers)
+        return self._confined(member.constraint, member, task, tiers, self._content)
+
+    def _confined(self, constraint: Constraint, member: Member, task: _Task, tiers: Tiers, place: _Place) -> bool:
+        """Place the member in the first domain that holds it."""
+        ranks = [r for r in member.all_ranks() if r in task.wanted]
+        running = [r for r in member.all_ranks() if r.counts and r not in task.wanted]
         found = topology.search(self._world, constraint, ranks, running, tiers)
         self.refusal = found.refusal or self.refusal
         for candidate in found.candidates:
             mark = self._world.checkpoint()
-            if self._inside(member, job, wanted, ranks, candidate, reserve_only, own):
+            if place(member, task, candidate):
                 self.refusal = None
                 return True
             self._world.rollback(mark)
+        if self.refusal is None:
+            self.refusal = refusals.does_not_fit(self._world, ranks[0], ranks, [n for index in tiers for n in index.nodes])
         return False
 
-    def _inside(
-        self, member: Member, job: Job, wanted: dict[Rank, None], ranks: list[Rank], tiers: Tiers, reserve_only: bool, own: bool
-    ) -> bool:
-        if own and member.constraint is not None:
-            return self._scope(member.constraint, member, job, wanted, tiers, reserve_only, own=False)
+    def _content(self, member: Member, task: _Task, tiers: Tiers) -> bool:
         if isinstance(member, Podset):
-            return all(self._rank(rank, ranks, tiers, reserve_only) for rank in ranks)
-        return all(self._scope(None, m, job, wanted, tiers, reserve_only) for m in member.ordered())
+            ranks = [r for r in member.ranks if r in task.wanted]
+            return all(self._rank(rank, ranks, task, tiers) for rank in ranks)
+        return all(self._member(m, task, tiers) for m in member.ordered())
 
-    def _rank(self, rank: Rank, ranks: list[Rank], tiers: Tiers, reserve_only: bool) -> bool:
+    def _rank(self, rank: Rank, ranks: list[Rank], task: _Task, tiers: Tiers) -> bool:
         evicted = rank.state is RankState.EVICTED
         for index in tiers:
             found = best_place(self._world, rank, index, rank.place if evicted else None)
@@ -87,7 +92,7 @@ class Placer:
             place, waits = found
             if evicted and rank.place is not None and place.node is rank.place.node and place.devices == rank.place.devices:
                 self._world.spare(rank)
-            elif waits or reserve_only:
+            elif waits or task.reserve_only:
                 self._world.reserve(rank, place)
             else:
                 self._world.bind(rank, place)
@@ -97,7 +102,18 @@ class Placer:
         return False
 
 
-def wait_together(world: World, job: Job, chunk: list[Rank], mark: int) -> None:
+@dataclass(frozen=True)
+class _Task:
+    """The ranks to place, and whether they are to get reservations only."""
+
+    wanted: dict[Rank, None]
+    reserve_only: bool
+
+
+_Place = Callable[[Member, _Task, Tiers], bool]
+
+
+def wait_together(world: World, job: Job, mark: int) -> None:
     """Turn what the chunk bound since `mark` into reservations, if one of its podsets would start with less than its minimum.
 
     A gang whose ranks partly wait for something to leave does not start the others.
@@ -112,5 +128,5 @@ def wait_together(world: World, job: Job, chunk: list[Rank], mark: int) -> None:
     places = [(r, r.reservation or r.place) for r in world.changes(mark)]
     world.rollback(mark)
     for rank, place in places:
-        assert place is not None and rank in chunk
+        assert place is not None, f"{rank.name} was placed and has no place"
         world.reserve(rank, place)

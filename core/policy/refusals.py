@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gangline.core.policy.gangs import Job, Rank, alive, charge_of
+from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.predicates import right_kind
 from gangline.core.policy.requests import RESOURCES, UNITS, Request, Vector
@@ -34,7 +34,7 @@ def named(vector: Vector) -> dict[str, int]:
 def gang_incomplete(job: Job) -> Refusal:
     """Too few of its ranks can still run."""
     short = next((p for p in job.podsets if not alive(p)), job.podsets[0])
-    have = sum(1 for r in short.ranks if r.state <= 5)
+    have = sum(1 for r in short.ranks if r.state in LIVE)
     where = f" of subgroup {short.name}" if job.single is None else ""
     message = f"needs {short.min_ranks} ranks{where}, of which only {have} can still run"
     return Refusal("gang_incomplete", message, {"ranks": short.min_ranks}, {"ranks": have})

@@ -36,6 +36,7 @@ _NAMES = {
     RankState.EVICTED: "releasing",
     RankState.SUCCEEDED: "succeeded",
     RankState.FAILED: "failed",
+    RankState.WITHDRAWN: "pending",
 }
 
 

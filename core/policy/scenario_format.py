@@ -31,24 +31,27 @@ STATES = {
 HOLDING = ("binding", "running", "releasing", "stuck-releasing")
 
 _SCENARIO = {
-    "id", "what", "actions", "kind", "rounds_until", "rounds_after", "call_bounds", "predicates_off", "placement", "default_staleness_grace_s",
-    "nodes", "topology", "topologies", "queues", "jobs", "expected", "source", "adjustments",
+    "id", "what", "actions", "kind", "rounds_until", "rounds_after", "call_bounds", "predicates_off", "placement",
+    "default_staleness_grace_s", "nodes", "topology", "topologies", "queues", "jobs", "expected", "source", "adjustments",
 }  # fmt: skip
 _NODE = {
-    "name", "gpus", "gpu_memory_mib", "cpu_milli", "memory_mib", "memory_bytes", "mig", "mig_strategy", "physical_gpus", "labels", "max_pods", "numa",
+    "name", "gpus", "gpu_memory_mib", "cpu_milli", "memory_mib", "memory_bytes", "mig", "mig_strategy", "physical_gpus", "labels",
+    "max_pods", "numa",
 }  # fmt: skip
 _QUEUE = {
-    "name", "parent", "level", "created", "quota_gpus", "limit_gpus", "over_quota_weight", "priority", "reclaim_min_runtime_s", "quota_cpu_milli",
-    "limit_cpu_milli", "quota_memory_mib", "limit_memory_mib", "quota_memory_bytes", "limit_memory_bytes", "preempt_min_runtime_s",
+    "name", "parent", "level", "created", "quota_gpus", "limit_gpus", "over_quota_weight", "priority", "reclaim_min_runtime_s",
+    "quota_cpu_milli", "limit_cpu_milli", "quota_memory_mib", "limit_memory_mib", "quota_memory_bytes", "limit_memory_bytes",
+    "preempt_min_runtime_s",
 }  # fmt: skip
 _JOB = {
-    "name", "queue", "priority", "priority_class", "preemptible", "min_ranks", "order", "age_minutes", "gpus_per_rank", "gpu_memory_mib_per_rank",
-    "gpu_fraction_devices", "mig_per_rank", "cpu_milli_per_rank", "memory_mib_per_rank", "memory_bytes_per_rank", "subgroups", "topology",
-    "node_affinity", "ranks", "deleted_in_test", "started_s_ago", "stale_for_s", "staleness_grace_s", "preemption_delay_s", "best_effort", "qos",
-    "namespace",
+    "name", "queue", "priority", "priority_class", "preemptible", "min_ranks", "order", "age_minutes", "gpus_per_rank",
+    "gpu_memory_mib_per_rank", "gpu_fraction_devices", "mig_per_rank", "cpu_milli_per_rank", "memory_mib_per_rank", "memory_bytes_per_rank",
+    "subgroups", "topology", "node_affinity", "ranks", "deleted_in_test", "started_s_ago", "stale_for_s", "staleness_grace_s",
+    "preemption_delay_s", "best_effort", "qos", "namespace",
 }  # fmt: skip
 _RANK = {
-    "state", "node", "gpu_groups", "gpus", "mig", "subgroup", "order_label", "allowed_nodes", "pod_affinity", "legacy_mig", "numa_placement",
+    "state", "node", "gpu_groups", "gpus", "mig", "subgroup", "order_label", "allowed_nodes", "pod_affinity", "legacy_mig",
+    "numa_placement",
 }  # fmt: skip
 
 
@@ -337,7 +340,10 @@ def build(raw: Raw, facts: Facts, first: Facts) -> World:
 def _options(raw: Raw) -> Options:
     placement = raw.get("placement") or {}
     plugins = placement.get("plugins_limited_to")
-    has = (lambda _name: True) if plugins is None else (lambda name: name in plugins)
+
+    def has(plugin: str) -> bool:
+        return plugins is None or plugin in plugins
+
     return Options(
         gpu_nodes=placement.get("nodes_for_gpu_work", "binpack"),
         cpu_nodes=placement.get("nodes_for_cpu_work", "binpack"),

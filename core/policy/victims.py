@@ -7,6 +7,7 @@ reservation where it fits. So
 - a victim that fits again where it was is simply not evicted,
 - one that fits elsewhere is moved: evicted, with a reservation,
 - the rest is lost,
+- a reservation that was made earlier in the session can be a victim as well: it is withdrawn,
 - and a victim that outranks the preemptor gets its place first, so that the search may fail.
 
 The preemptor must get all of its chunk and pass the gates with the victims gone, at least one victim must be evicted, and the pass must agree
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gangline.core.policy.gangs import ACTIVE, Job, Rank, charge_of, next_chunk, put_back
+from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, next_chunk, put_back
 from gangline.core.policy.gates import closed
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.order import JobOrder, Slice
@@ -30,6 +31,8 @@ from gangline.core.policy.world import World
 
 #: what would be lost, (job, vector) in victim order, and what the preemptor asks for → whether the pass agrees
 Validate = Callable[[list[tuple[Job, Vector]], Vector], bool]
+
+_GIVEN_UP = (RankState.EVICTED, RankState.WITHDRAWN)
 
 
 class VictimSearch:
@@ -80,7 +83,7 @@ class VictimSearch:
             if id(step) in used:
                 continue
             before.append(step)
-            for node in dict.fromkeys(r.place.node for r in step.ranks if r.place is not None):
+            for node in dict.fromkeys(_where(r) for r in step.ranks):
                 on_node.setdefault(node, []).append(step)
                 chosen = _whole_gangs(on_node[node], before)
                 if self._hopeless(node, chosen, part, recorded):
@@ -113,12 +116,13 @@ class VictimSearch:
         freed = 0
         for step in chosen:
             for rank in step.ranks:
-                if rank.place is not None and rank.place.node is node:
-                    freed += len(rank.place.devices)
+                place = rank.reservation or rank.place
+                if place is not None and place.node is node:
+                    freed += len(place.devices)
         return node.later_mask.bit_count() + freed < request.count
 
     def _used(self, slices: list[Slice]) -> list[Slice]:
-        return [s for s in slices if any(r.state not in ACTIVE for r in s.ranks)]
+        return [s for s in slices if any(r.state in _GIVEN_UP for r in s.ranks)]
 
     def _simulate(self, part: list[Rank], slices: list[Slice]) -> bool:
         self._budget -= 1
@@ -128,8 +132,8 @@ class VictimSearch:
         mark = world.checkpoint()
         for step in slices:
             for rank in step.ranks:
-                if rank.state in ACTIVE:
-                    world.evict(rank)
+                if rank.counts:
+                    world.give_up(rank)
         vector = charge_of(part, world.smallest_device_mib)
         if self._walk(part, vector, slices) and self._agrees(slices, vector, len(part) < self._size):
             return True
@@ -167,12 +171,18 @@ class VictimSearch:
         for step in slices:
             g = c = m = 0
             for rank, charged in zip(step.ranks, step.vectors, strict=True):
-                evicted = evicted or rank.state not in ACTIVE
+                evicted = evicted or rank.state in _GIVEN_UP
                 if put_back(rank):
                     g, c, m = g + charged[0], c + charged[1], m + charged[2]
             if g or c or m:
                 lost.append((step.job, (g, c, m)))
         return evicted and self._validate(lost, vector)
+
+
+def _where(rank: Rank) -> Node:
+    place = rank.reservation or rank.place
+    assert place is not None, f"{rank.name} is given up and has no place"
+    return place.node
 
 
 def _whole_gangs(chosen: list[Slice], before: list[Slice]) -> list[Slice]:

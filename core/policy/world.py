@@ -1,11 +1,12 @@
 """The what-if world: nodes, queues, jobs, and every change to where a rank is, each of which can be undone.
 
-A *session* decides on this world as if it were the cluster. Four changes exist, and only these move a rank:
+A *session* decides on this world as if it were the cluster. Five changes exist, and only these move a rank:
 
     bind      a waiting rank gets a place that is free now
     reserve   a rank that waits, or that was evicted, gets a place that will be free when what leaves it has left
     evict     a rank that works has to go; it holds its place until it has gone
     spare     an evicted rank stays after all
+    withdraw  a reservation that was made in this session is taken back
 
 Each is written to a journal. `checkpoint` is a position in it, `rollback` undoes everything behind a position in reverse order, and what is left
 in the journal at the end of a session is what the session decided. All amounts are whole numbers and every change is a sum, so a rollback
@@ -243,6 +244,24 @@ class World:
         self._take(rank, rank.place, 0, -1)
         self._charge(rank, rank.request.vector(rank.place.node.spec.gpu_memory_mib))
 
+    def withdraw(self, rank: Rank) -> None:
+        """Take back a reservation that was made in this session."""
+        assert rank.reservation is not None, f"withdraw {rank.name}: it has no reservation"
+        self._journal.append(("withdraw", rank, rank.state, rank.reservation, rank.charged))
+        self._take(rank, rank.reservation, 0, 1)
+        rank.reservation = None
+        rank.podset.active -= 1
+        if rank.state is RankState.PENDING:
+            rank.state = RankState.WITHDRAWN
+        self._charge(rank, ZERO)
+
+    def give_up(self, rank: Rank) -> None:
+        """Evict a rank that works, or withdraw its reservation, if it has one."""
+        if rank.reservation is not None:
+            self.withdraw(rank)
+        else:
+            self.evict(rank)
+
     def rollback(self, checkpoint: int) -> None:
         """Undo everything since the checkpoint, the last change first."""
         while len(self._journal) > checkpoint:
@@ -259,8 +278,10 @@ class World:
                 rank.reservation = None
             else:
                 assert place is not None
-                self._take(rank, place, 0, -1 if what == "evict" else 1)
-            rank.podset.active += 1 if what == "evict" else -1
+                self._take(rank, place, 0, 1 if what == "spare" else -1)
+                if what == "withdraw":
+                    rank.reservation = place
+            rank.podset.active += 1 if what in ("evict", "withdraw") else -1
             rank.state = state
             self._charge(rank, charged)
 
@@ -305,6 +326,8 @@ class World:
                 rank.state = RankState.RUNNING
             elif rank.state is RankState.EVICTED:
                 rank.state = RankState.RELEASING
+            elif rank.state is RankState.WITHDRAWN:
+                rank.state = RankState.PENDING
         self.commit()
 
     def _drop_reservation(self, rank: Rank) -> None:
@@ -367,8 +390,8 @@ class World:
         self._group_of[job] = (signature, key)
 
     def working_jobs(self) -> list[Job]:
-        """Return the jobs with ranks that work, oldest first."""
-        return sorted((j for j in self.jobs.values() if any(r.state in ACTIVE for r in j.ranks)), key=lambda j: (j.order, j.name))
+        """Return the jobs with ranks that work or have a reservation, oldest first."""
+        return sorted((j for j in self.jobs.values() if j.has_active), key=lambda j: (j.order, j.name))
 
     def job_key(self, job: Job) -> JobKey:
         """Return its place in the order of its queue: larger priority, lower standing, older, name."""
