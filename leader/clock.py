@@ -32,8 +32,11 @@ class LogClock:
     def start_from(self, at_ms: int) -> None:
         """The log ends at `at_ms`: no time before that will be given."""
         self._last_ms = max(self._last_ms, at_ms)
+        now_ms = int(self._monotonic() * 1000)
         if self._offset_ms is None:
-            self._offset_ms = max(self._wall_ms(), at_ms) - int(self._monotonic() * 1000)
+            self._offset_ms = max(self._wall_ms(), at_ms) - now_ms
+        # Entries that came late, or that somebody else read, tell that log time is further than we have seen.
+        self._offset_ms = max(self._offset_ms, at_ms - now_ms)
 
     def now_ms(self) -> int:
         """Return log time. Never less than before."""

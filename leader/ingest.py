@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from gangline.core.model import events as ev
 from gangline.core.model.documents import Observed, ObservedGang, ObservedRank, Registration
 from gangline.core.model.fold import LOSS_WINDOW_MS
-from gangline.core.model.state import Job, Part, State
+from gangline.core.model.state import Job, Part, Rank, State
 
 #: at most one progress event of a gang in this time
 PROGRESS_EVERY_MS = 60_000
@@ -48,7 +48,8 @@ def vanished(state: State, due: list[str], missing: list[str], now_ms: int) -> l
     if brake.on:
         if now_ms - brake.since_ms < BRAKE_MS:
             return []
-        return [ev.BrakeSet(on=False, message=f"cleared after {BRAKE_MS // 1000} s")]
+        lost = [ev.NodeLost(node=n, cause="lease_expired", message=f"the lease of {n} has expired") for n in up]
+        return [ev.BrakeSet(on=False, message=f"cleared after {BRAKE_MS // 1000} s"), *lost]
     if not up:
         return []
     recent = sum(t > now_ms - LOSS_WINDOW_MS for t in brake.losses_ms)
@@ -75,17 +76,21 @@ def observed(state: State, doc: Observed, now_ms: int) -> list[ev.LogEvent]:
             continue
         job = state.jobs[job_id]
         part = job.parts.get(doc.node)
-        if gang is not None and part is not None and job.active and job.state != "restarting":
+        if part is None or not job.active or job.state == "restarting":
+            continue
+        if gang is not None:
             out.extend(_gang(job, part, doc.node, gang, now_ms))
+        elif lost := tuple(_forgotten(n, r, now_ms) for n, r in part.ranks.items() if r.started and not r.exited):
+            out.append(ev.RanksExited(job=job_id, node=doc.node, exits=lost))
     return out
 
 
 def _gang(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -> Iterator[ev.LogEvent]:
     current = gang.generation == job.generation
-    if current and job.state in ("placed", "preparing") and not part.prepared and not part.failed:
-        if gang.phase == "prepared" and len(job.parts) > 1:
+    if current and job.state in ("placed", "preparing", "running") and not part.failed:
+        if gang.phase == "prepared" and len(job.parts) > 1 and not part.prepared:
             yield ev.NodePrepared(job=job.id, generation=job.generation, node=node, address=gang.address, port=gang.port)
-        elif gang.phase == "prepare_failed":
+        elif gang.phase == "prepare_failed" and not all(r.started for r in part.ranks.values()):
             yield ev.PrepareFailed(job=job.id, generation=job.generation, node=node, message=gang.message)
     ranks = [r for r in gang.ranks if r.rank in part.ranks and part.ranks[r.rank].generation == r.generation]
     started = tuple(r.rank for r in ranks if r.state in ("running", "stopping") and not part.ranks[r.rank].started)
@@ -106,6 +111,11 @@ def _reports(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -
         yield ev.ProgressReported(job=job.id, generation=job.generation, step=gang.step)
     if job.state == "preempting" and gang.acknowledged and not part.acknowledged:
         yield ev.StopAcknowledged(job=job.id, generation=job.generation, node=node)
+
+
+def _forgotten(number: int, rank: Rank, now_ms: int) -> ev.RankExit:
+    """An agent reports a gang for as long as anything of it may run; one that it no longer names has ended, whatever became of its end."""
+    return ev.RankExit(rank=number, generation=rank.generation, code=-9, cause="lost", message="the node knows nothing of it any more", at_ms=now_ms)
 
 
 def _exit(r: ObservedRank) -> ev.RankExit:

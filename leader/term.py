@@ -111,11 +111,10 @@ class Term:
         tasks: list[asyncio.Task[object]] = []
         try:
             await self._take_over()
-            tasks = [asyncio.create_task(self._inbox.run()), asyncio.create_task(self.projector.run())]
             lost = asyncio.create_task(self.leadership.lost.wait())
-            loop = asyncio.create_task(self._loop())
-            done, _ = await asyncio.wait([*tasks, lost, loop], return_when=asyncio.FIRST_COMPLETED)
-            tasks += [lost, loop]
+            loops = (self._inbox.run, self.projector.run, self._loop)
+            tasks = [lost, *(asyncio.create_task(loop()) for loop in loops)]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {lost}:
                 task.result()
             if lost in done:

@@ -14,6 +14,8 @@ from gangline.core.store.keys import Keys
 #: how long a missing lease waits for others, at most and as a part of its time to live
 _GATHER_S = 1.0
 _GATHER_PART = 1 / 8
+#: a node whose time to live is not known has so long
+_UNKNOWN_TTL_S = 10.0
 
 
 class NodeInbox:
@@ -101,6 +103,11 @@ class NodeInbox:
                 self.observed[node] = doc
         except ValueError as e:
             self.unreadable[node] = f"{what} of {node} at revision {kv.mod_revision}: {e}"
+            if what == "alive":
+                # Perhaps under no lease, so it may never go. The agent has the time of a lease to put it right.
+                self.registrations.pop(node, None)
+                self.missing.setdefault(node, self._monotonic() + (self._alive.pop(node, 0.0) or _UNKNOWN_TTL_S))
+                self._wake()
 
     def _check(self, key: str, said: str) -> None:
         if key != said:

@@ -80,6 +80,8 @@ class Liveness:
         self.connected = False
         self.renewals = 0
         self.failures = 0
+        #: how often this agent has set out to register
+        self.sessions = 0
         self._again = asyncio.Event()
 
     def register_again(self) -> None:
@@ -101,6 +103,7 @@ class Liveness:
 
     async def _register(self) -> None:
         taken_since: float | None = None
+        self.sessions += 1
         while True:
             self._again.clear()
             try:

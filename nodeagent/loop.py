@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -75,6 +76,7 @@ class Agent:
         self._log = log
         self._desired: Desired | None = None
         self._seen = state.seen()
+        self._nonce = secrets.token_hex(4)
         self._look = asyncio.Event()
         self._dirty = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -168,7 +170,7 @@ class Agent:
                 continue
             actions = reconcile(self._desired, self._gangs.local, time.monotonic())
             for action in actions:
-                if isinstance(action, Prepare | Start) and (self._is_fenced() or self._stopping.is_set()):
+                if isinstance(action, Prepare | Start) and not self._may_start(self._desired):
                     continue
                 self._gangs.act(action)
             self._dirty.set()
@@ -180,6 +182,13 @@ class Agent:
         with contextlib.suppress(TimeoutError):
             # A moment that has passed was acted on, and what was done about it will be heard of; a pause keeps that from spinning.
             await asyncio.wait_for(self._look.wait(), max(0.05, wait_s))
+
+    def _may_start(self, desired: Desired) -> bool:
+        """Whether this document is to be believed in what it starts: while the node was not registered, that may have gone elsewhere."""
+        return not self._is_fenced() and not self._stopping.is_set() and desired.session in ("", self._session())
+
+    def _session(self) -> str:
+        return f"{self._nonce}.{self._liveness.sessions}"
 
     def _is_fenced(self) -> bool:
         """Whether the lease may have ended: then nothing new is started until it is renewed, which looks again."""
@@ -218,7 +227,7 @@ class Agent:
             node=self._node.name, identity=self._state.identity(), boot_id=self._node.boot_id, address=self._node.address,
             agent_url=self._url, gpus=self._node.inventory.gpus, cpus_milli=self._settings.cpus_milli,
             memory_mib=self._settings.memory_mib, labels=self._settings.labels, agent_version=self._settings.version,
-            lease_ttl_s=self._settings.lease_ttl_s,
+            lease_ttl_s=self._settings.lease_ttl_s, session=self._session(),
         )  # fmt: skip
 
     async def _job_spec(self, job: str) -> JobSpec | None:

@@ -201,6 +201,11 @@ CODES: dict[str, tuple[str, str, str]] = {
     ),
     "not_enough_cpus": ("too few CPUs are free", "The gang needs more CPUs than are free.", "Ask for fewer by resources.cpus."),
     "not_enough_memory": ("too little memory is free", "The gang needs more memory than is free.", "Ask for less by resources.memory."),
+    "ranks_may_run": (
+        "its ranks may still run",
+        "A node that ran it cannot be reached, and the job says on_disconnect: keep: a second copy must not run.",
+        "Bring the node back, or say that it is dead: POST /v1/nodes/NODE:confirm_dead.",
+    ),
     "policy_error": (
         "the scheduler's rules failed on this job",
         "A fault in the scheduler met this job; others are not affected. The scheduler's own log has the details.",

@@ -46,6 +46,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     agent_version: str = ""
     #: time to live of the agent's lease
     lease_ttl_s: float = 0.0
+    #: another one with each registration that is not the renewal of a living lease, see `Desired.session`
+    session: str = ""
     version: int = VERSION
 
 
@@ -128,6 +130,9 @@ class Desired(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     gangs: tuple[DesiredGang, ...] = ()
     #: the node is being drained: new ranks will not come
     draining: bool = False
+    #: that of the registration which this was decided for. An agent starts nothing on a document of another one: while it was away, what
+    #: it was to start may have been started elsewhere
+    session: str = ""
     version: int = VERSION
 
 

@@ -197,7 +197,10 @@ def _gang_released(state: State, e: ev.GangReleased, index: int, epoch: int, at_
     missing = [n for n, p in job.parts.items() if not p.prepared]
     if missing:
         raise IllegalTransition(e, f"{', '.join(missing)} have not prepared")
+    if job.lingering:
+        raise IllegalTransition(e, f"an older generation may still run on {', '.join(job.lingering)}")
     job.released, job.master_addr, job.master_port = True, e.master_addr, e.master_port
+    job.placed_at_ms = at_ms
     _touch(state, job, index)
     _touch_nodes(state, job)
 
@@ -227,6 +230,7 @@ def _rank_restarting(state: State, e: ev.RankRestarting, index: int, epoch: int,
     if job.restart is not None:
         job.restart = msgspec.structs.replace(job.restart, new_world_size=job.world_size)
     job.generation += 1
+    job.placed_at_ms = at_ms
     for rank in ranks:
         if rank is not None:
             rank.generation = job.generation
@@ -272,7 +276,7 @@ def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_
         _dequeue(state, job)
     else:
         state.running.pop(job.id, None)
-    _leave_all(state, job, index, keep_parts=True)
+    _leave_all(state, job, index, over=True)
     job.outcome, job.cause, job.message, job.exit_code = e.outcome, e.cause, e.message, e.exit_code
     job.ended_at_ms = at_ms
     job.notice, job.deferral = None, None
@@ -304,6 +308,8 @@ def _node_joined(state: State, e: ev.NodeJoined, index: int, epoch: int, at_ms: 
         raise IllegalTransition(e, f"{reg.node} is up with another identity; it must be lost first")
     elif node.status == "lost":
         node.status, node.joined_at_ms = "up", at_ms
+    for job in node.holdings:
+        state.scratch.jobs[job] = None
     node.registration = reg
     _count_free(node)
     _touch_node(state, node, index)
@@ -319,11 +325,12 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
     state.brake.losses_ms = [*losses, at_ms]
     for job_id, holding in list(node.holdings.items()):
         job = state.jobs[job_id]
-        if holding.leaving_since or e.node not in job.parts:
-            _give_back(state, node, job_id)  # the node's agent has ended everything: nothing is left to wait for
-        else:
-            job.parts[e.node].dead = e.proven or job.spec.on_disconnect == "stop"
+        over = e.proven or job.spec.on_disconnect == "stop"
+        if not holding.leaving_since:
+            job.parts[e.node].dead = over
             state.scratch.jobs[job_id] = None
+        elif over or job.state == "finished":
+            _gone(state, node, job, index, at_ms)  # the node's agent has ended everything: nothing is left to wait for
     _count_free(node)
     _touch_node(state, node, index)
 
@@ -344,7 +351,7 @@ def _node_prepared(state: State, e: ev.NodePrepared, index: int, epoch: int, at_
 def _prepare_failed(state: State, e: ev.PrepareFailed, index: int, epoch: int, at_ms: int) -> None:
     job = _current(state, e, e.job, e.generation)
     part = _part(job, e, e.node)
-    if job.state not in ("placed", "preparing", "preempting") or part.failed:
+    if job.state not in ("placed", "preparing", "running", "preempting") or part.failed:
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     part.failed = e.message or "no reason given"
     _touch(state, job, index)
@@ -395,7 +402,7 @@ def _part_released(state: State, e: ev.PartReleased, index: int, epoch: int, at_
         raise IllegalTransition(e, f"{e.job} holds nothing on {e.node}")
     if not holding.leaving_since:
         raise IllegalTransition(e, f"{e.job} is to stay on {e.node}")
-    _give_back(state, node, e.job)
+    _gone(state, node, state.jobs[e.job], index, at_ms)
     _touch_node(state, node, index)
     _capacity(state)
     _forget_oldest(state)
@@ -440,9 +447,11 @@ def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: 
     elif e.action == "undrain":
         node.draining, node.drain_deadline_ms = False, 0
     else:
-        for job_id in node.holdings:
+        for job_id, holding in list(node.holdings.items()):
             job = state.jobs[job_id]
-            if e.node in job.parts:
+            if holding.leaving_since:
+                _gone(state, node, job, index, at_ms)
+            else:
                 job.parts[e.node].dead = True
     node.reason = e.reason if node.cordoned or node.draining else ""
     for job_id in node.holdings:
@@ -608,6 +617,15 @@ def _give_back(state: State, node: Node, job: str) -> None:
     node.free_memory_mib += held.memory_mib
 
 
+def _gone(state: State, node: Node, job: Job, index: int, at_ms: int) -> None:
+    """Nothing of a gang that was to leave the node is left there. A younger generation elsewhere may have waited for just that."""
+    _give_back(state, node, job.id)
+    if job.state in ("placed", "preparing") and not job.lingering:
+        job.placed_at_ms = at_ms
+        _touch(state, job, index)
+        _touch_nodes(state, job)
+
+
 def _shrink(state: State, job: Job, node_id: str, index: int) -> None:
     """The older generation is gone from the node: the gang holds there what its present part needs."""
     node = state.nodes[node_id]
@@ -621,26 +639,29 @@ def _shrink(state: State, job: Job, node_id: str, index: int) -> None:
         _capacity(state)
 
 
-def _leave_all(state: State, job: Job, index: int, keep_parts: bool = False) -> None:
-    """The gang should no longer be anywhere. What has already ended is free at once, the rest when its node says so."""
+def _leave_all(state: State, job: Job, index: int, over: bool = False) -> None:
+    """The gang should no longer be anywhere. What has already ended is free at once, the rest when its node says so.
+
+    `over`: for ever, so nobody waits for what a lost node may still run of it.
+    """
     _touch_nodes(state, job)
     for node_id in list(job.held_nodes):
-        _leave(state, job, node_id, index)
-    if not keep_parts:
+        _leave(state, job, node_id, index, over)
+    if not over:
         job.parts = {}
 
 
-def _leave(state: State, job: Job, node_id: str, index: int) -> None:
+def _leave(state: State, job: Job, node_id: str, index: int, over: bool = False) -> None:
     node = state.nodes.get(node_id)
     holding = node.holdings.get(job.id) if node is not None else None
-    if node is None or holding is None or holding.leaving_since:
+    if node is None or holding is None or (holding.leaving_since and not over):
         return
     part = job.parts.get(node_id)
     ended = part is not None and all(r.exited for r in part.ranks.values()) and not _elsewhere(part, holding)
-    if ended or node.status == "lost":
+    if ended or (node.status == "lost" and (over or not holding.leaving_since)):
         _give_back(state, node, job.id)
         _capacity(state)
-    else:
+    elif not holding.leaving_since:
         holding.leaving_since = index
     _touch_node(state, node, index)
 

@@ -13,22 +13,24 @@ def project(state: State, node: str) -> Desired:
     """Return the desired document of `node` at the state's index; gangs in order of submission."""
     holder = state.nodes.get(node)
     gangs: list[DesiredGang] = []
-    if holder is not None and holder.status == "up":
+    if holder is not None:
+        # A lost node keeps what may still run there (on_disconnect: keep): it reads this before anybody knows that it is back.
         jobs = sorted((state.jobs[j] for j in holder.holdings), key=lambda j: j.number)
-        gangs = [project_gang(job, node) for job in jobs if job.state in _WANTED and node in job.parts]
+        gangs = [project_gang(job, node) for job in jobs if job.state in _WANTED and node in job.parts and not job.parts[node].dead]
     return Desired(
-        node=node, index=state.index, epoch=state.epoch, gangs=tuple(gangs), draining=holder is not None and holder.draining
-    )
+        node=node, index=state.index, epoch=state.epoch, gangs=tuple(gangs), draining=holder is not None and holder.draining,
+        session=holder.registration.session if holder is not None else "",
+    )  # fmt: skip
 
 
 def project_gang(job: Job, node: str) -> DesiredGang:
     """Return the part of a placed gang that is on `node`."""
     part = job.parts[node]
-    several = len(job.parts) > 1
+    barrier = len(job.parts) > 1 or bool(job.lingering)
     return DesiredGang(
         job=job.id,
         generation=job.generation,
-        phase="run" if job.released or not several else "prepare",
+        phase="run" if job.released or not barrier else "prepare",
         ranks=tuple(DesiredRank(r, i, rank.gpus, rank.generation) for i, (r, rank) in enumerate(part.ranks.items())),
         world_size=job.world_size,
         node_rank=list(job.parts).index(node),

@@ -107,6 +107,7 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     master_addr: str = ""
     master_port: int = 0
 
+    #: since when its nodes have had all that they need for the next step of its start
     placed_at_ms: int = 0
     #: first time that all ranks ran, and when the current generation did
     started_at_ms: int = 0
@@ -158,6 +159,11 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
             if rank in part.ranks:
                 return part.ranks[rank]
         return None
+
+    @property
+    def lingering(self) -> list[str]:
+        """Nodes outside of the current placement on which ranks of an older generation may still run; none starts before they are gone."""
+        return [n for n in self.held_nodes if n not in self.parts]
 
     @property
     def active(self) -> bool:

@@ -19,6 +19,7 @@ from gangline.core.store.keys import Keys
 T = TypeVar("T")
 
 _REGISTER_ATTEMPTS = 5
+_NOBODY = ("", "")
 
 
 class NameTaken(StoreError):
@@ -82,9 +83,9 @@ class StoreNode:
         value = pack(registration)
         for _ in range(_REGISTER_ATTEMPTS):
             there = await self._store.get(self._alive)
-            if there is not None and _owner(there) != (registration.identity, registration.boot_id):
+            if there is not None and _owner(there) not in (_NOBODY, (registration.identity, registration.boot_id)):
                 raise NameTaken(self._taken_message(there))
-            granted = await self._living_lease(lease or (there.lease if there else 0), ttl_s)
+            granted = await self._living_lease(lease or (there.lease if there and _owner(there) != _NOBODY else 0), ttl_s)
             guard = Compare(self._alive, "mod_revision", "==", there.mod_revision if there else 0)
             result = await self._store.txn([guard], [Put(self._alive, value, granted.id)])
             if result.succeeded:
@@ -154,7 +155,7 @@ def _owner(kv: KeyValue) -> tuple[str, str]:
     try:
         registration = unpack(kv.value, Registration)
     except ValueError:
-        return ("", "")
+        return _NOBODY
     return (registration.identity, registration.boot_id)
 
 

@@ -84,9 +84,9 @@ class World:
         spec = JobSpec(command=("sh", "-c", shell), preemption=Preemption(grace_s=more.pop("grace_s", 5.0)), **more)
         await self.store.put(self.keys.job(job), pack(spec))
 
-    async def desire(self, *gangs: DesiredGang, epoch: int = 1, index: int | None = None) -> int:
+    async def desire(self, *gangs: DesiredGang, epoch: int = 1, index: int | None = None, session: str = "") -> int:
         self.index = index if index is not None else self.index + 1
-        document = pack(Desired("n1", self.index, epoch, gangs))
+        document = pack(Desired("n1", self.index, epoch, gangs, session=session))
 
         async def put() -> bool:
             with contextlib.suppress(Ambiguous):  # the same document may be written twice
@@ -294,6 +294,28 @@ async def test_old_epochs_generations_and_indices_are_refused(world: World):
     assert [r.generation for r in await world.until_ranks("running", generation=3)] == [3, 3]
     assert "deposed leader" in world.log()
     assert "is older than" in world.log()
+
+
+async def test_nothing_starts_on_a_document_from_before_the_node_was_away(world: World):
+    """While it was away, what it was to start may have been started elsewhere."""
+    world.start_agent()
+    first = await world.registered()
+    await world.submit("j", FOREVER)
+    await world.desire(gang(), session=f"not {first.session}")
+    await world.desire(session=f"not {first.session}")
+    await world.until_gone()
+    assert (await world.registered()).session == first.session
+    index = await world.desire(gang(generation=2), session=f"not {first.session}")
+
+    async def acted() -> bool:
+        seen = await world.observed()
+        return seen is not None and seen.desired_index == index
+
+    await world.until(acted)
+    assert await world.gang() is None
+    await world.desire(gang(generation=2), session=first.session)
+    await world.until_ranks("running", generation=2)
+    assert not world.rank_log(generation=1)
 
 
 async def test_a_rank_that_ended_stays_ended(world: World):

@@ -76,6 +76,7 @@ class SimNode:
         self._agent: list[asyncio.Task[Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._renewals = 0
+        self._session = 0
         self._journal: Log = structured_logging("error", io.StringIO())
         self._fence_timer: asyncio.TimerHandle | None = None
 
@@ -93,7 +94,7 @@ class SimNode:
         gpus = tuple(Gpu(i, f"{self.name}-{self.installed}-{i}", "H100", 80_000, healthy) for i, healthy in self.gpus.items())
         return Registration(
             node=self.name, identity=f"{self.name}-{self.installed}", boot_id=f"{self.installed}.{self.boot}", address=self.name, agent_url="",
-            gpus=gpus, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=TTL_S,
+            gpus=gpus, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=TTL_S, session=str(self._session),
         )  # fmt: skip
 
     def crash(self, *, reinstalled: bool = False) -> None:
@@ -204,6 +205,7 @@ class SimNode:
     async def _live(self) -> None:
         while True:
             self._again.clear()
+            self._session += 1
             asked = self.loop.time()
             try:
                 lease = await asyncio.wait_for(self._store.register(self.registration(), ttl_s=TTL_S), 2.0)
@@ -273,7 +275,7 @@ class SimNode:
             if self.desired is None:
                 continue
             for action in reconcile(self.desired, self._local(), self.loop.time()):
-                if isinstance(action, Prepare | Start) and self.loop.time() >= self.fence:
+                if isinstance(action, Prepare | Start) and (self.loop.time() >= self.fence or self.desired.session != str(self._session)):
                     continue
                 self._act(action)
             self._dirty.set()

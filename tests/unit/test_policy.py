@@ -7,6 +7,7 @@ import pytest
 from gangline.core.model import events as ev
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import IllegalTransition, apply, seal
+from gangline.core.model.project import project
 from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart
 from gangline.core.model.state import Job, State
 from gangline.core.model.statecodec import dump_state, load_state
@@ -267,7 +268,7 @@ def test_what_was_due_and_came_to_nothing_is_not_due_again() -> None:
     c.now += 1
     wake(c.state, c.now)
     assert decide(c.state, c.now) == []
-    assert settle(c.state, c.now) is None, "it would look again and again, as fast as it can"
+    assert (settle(c.state, c.now) or c.now + 1) > c.now, "it would look again and again, as fast as it can"
 
 
 # ---------------------------------------------------------------- failures of nodes
@@ -330,6 +331,113 @@ def test_on_disconnect_keep_waits_for_proof() -> None:
     c.add(ev.NodeAdministered(node="n1", action="confirm_dead"))
     c.cycle()
     assert c.job("a").nodes() == ["n2"]
+
+
+def test_what_may_still_run_on_a_lost_node_is_not_started_elsewhere() -> None:
+    """RELIABILITY S6, with `on_disconnect: keep`: neither a restart, nor a drain, nor a barrier that waits in vain moves the gang."""
+    for happens in ("rank", "drain", "barrier"):
+        c = Cluster("n1", "n2", "n3", "n4")
+        c.submit("a", ranks=16, on_disconnect="keep")
+        c.cycle()
+        if happens != "barrier":
+            c.run("a")
+        c.add(ev.NodeLost(node="n1", cause="lease_expired", message=""))
+        if happens == "rank":
+            c.end("a", 8, code=1)
+        elif happens == "drain":
+            c.add(ev.NodeAdministered(node="n2", action="drain"))
+        for _ in range(4):
+            c.now += PREPARE_TIMEOUT_MS
+            c.cycle()
+        assert c.job("a").nodes() == ["n1", "n2"]
+        assert c.job("a").generation == 1
+        # What it reads when it comes back, before anybody knows that it has: its ranks are wanted, unless they are to end anyway.
+        assert [g.job for g in project(c.state, "n1").gangs] == ([] if happens == "rank" else ["a"])
+        c.join("n1")
+        c.cycle()
+        assert c.job("a").generation == 2 or c.job("a").state == "queued", "it goes on at once when the node is back"
+
+
+def test_ranks_that_were_leaving_a_lost_node_are_waited_for_if_they_may_go_on() -> None:
+    c = Cluster("n1", "n2", "n3")
+    c.submit("a", on_disconnect="keep", preemption=Preemption(grace_s=1))
+    c.cycle()
+    c.run("a")
+    c.add(ev.NodeAdministered(node="n1", action="drain"))
+    c.cycle()
+    c.now += 1_000
+    c.cycle()
+    assert c.job("a").nodes() == ["n2"]
+    c.add(ev.NodeLost(node="n1", cause="lease_expired", message=""))
+    c.now += PREPARE_TIMEOUT_MS + 1_000
+    assert c.cycle() == [], "nobody is charged with it"
+    assert project(c.state, "n2").gangs[0].phase == "prepare"
+    # The younger generation loses its node meanwhile: it is not even placed, for it could wait for ever.
+    c.add(ev.PrepareFailed(job="a", generation=2, node="n2", message="no disk"))
+    c.cycle()
+    assert c.job("a").deferral is not None
+    assert c.job("a").deferral.code == "ranks_may_run"
+    c.add(ev.NodeAdministered(node="n1", action="confirm_dead"))
+    c.cycle()
+    assert c.job("a").nodes() == ["n3"]
+    assert "a" not in c.state.nodes["n1"].holdings
+
+
+def test_no_generation_starts_before_the_older_one_is_gone_from_other_nodes() -> None:
+    """RELIABILITY S6: ranks that were told to leave have their grace, and no second copy runs meanwhile."""
+    for ranks, nodes in ((1, ["n2"]), (16, ["n2", "n3"])):
+        c = Cluster("n1", "n2", "n3")
+        c.submit("a", ranks=ranks, preemption=Preemption(grace_s=1))
+        c.cycle()
+        c.run("a")
+        c.add(ev.NodeAdministered(node="n1", action="drain"))
+        c.cycle()
+        c.now += 1_000
+        c.cycle()
+        assert c.job("a").nodes() == nodes
+        for n in nodes if ranks > 1 else []:
+            c.add(ev.NodePrepared(job="a", generation=2, node=n, address=n, port=1))
+        c.now += PREPARE_TIMEOUT_MS + 1_000
+        assert c.cycle() == []
+        assert {g.phase for n in nodes for g in project(c.state, n).gangs} == {"prepare"}
+        c.state.scratch.nodes.clear()
+        c.add(ev.PartReleased(job="a", node="n1"))
+        assert set(nodes) <= set(c.state.scratch.nodes), "their documents change"
+        c.cycle()
+        assert {g.phase for n in nodes for g in project(c.state, n).gangs} == {"run"}
+        c.now += PREPARE_TIMEOUT_MS
+        assert c.cycle() == [], "they have their time from now on"
+
+
+def test_a_rank_that_does_not_start_again_is_not_waited_for_for_ever() -> None:
+    for says in (True, False):
+        c = Cluster("n1", "n2", "n3")
+        c.submit("a", ranks=16, restart=Restart(on_rank_failure="rank"))
+        c.cycle()
+        c.run("a")
+        c.now += 1_000_000
+        c.end("a", 3, code=1)
+        only(c.cycle(), ev.RankRestarting)
+        if says:
+            c.add(ev.PrepareFailed(job="a", generation=2, node="n1", message="device 3 is not healthy"))
+        else:
+            c.now += PREPARE_TIMEOUT_MS + 30_000
+        requeued = only(c.cycle(), ev.GangRequeued)
+        assert isinstance(requeued, ev.GangRequeued)
+        assert [n for n, _ in requeued.avoid] == ["n1"]
+
+
+def test_the_backoff_of_one_rank_ends_also_while_others_start() -> None:
+    c = Cluster("n1")
+    c.submit("a", ranks=2, restart=Restart(on_rank_failure="rank", backoff_initial_s=5))
+    c.cycle()
+    for generation in (1, 2):
+        c.add(ev.RanksStarted(job="a", generation=generation, node="n1", ranks=(0,)))
+        c.end("a", 0, code=1)
+        c.cycle()
+    assert c.job("a").generation == 2
+    c.now += 5_000
+    only(c.cycle(), ev.RankRestarting)
 
 
 def test_a_node_that_came_back_rebooted_has_nothing_left() -> None:
