@@ -115,7 +115,8 @@ def _reports(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -
 
 def _forgotten(number: int, rank: Rank, now_ms: int) -> ev.RankExit:
     """An agent reports a gang for as long as anything of it may run; one that it no longer names has ended, whatever became of its end."""
-    return ev.RankExit(rank=number, generation=rank.generation, code=-9, cause="lost", message="the node knows nothing of it any more", at_ms=now_ms)
+    message = "the node knows nothing of it any more"
+    return ev.RankExit(rank=number, generation=rank.generation, code=-9, cause="lost", message=message, at_ms=now_ms)
 
 
 def _exit(r: ObservedRank) -> ev.RankExit:

@@ -8,8 +8,9 @@ import time
 import traceback
 from pathlib import Path
 
-from gangline.core.telemetry import setup
 from simworld import play
+
+from gangline.core.telemetry import setup
 
 
 def main(first: int, count: int, folder: Path) -> int:
@@ -19,16 +20,16 @@ def main(first: int, count: int, folder: Path) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 play(seed, Path(scratch), telemetry=telemetry)
-            except BaseException as e:  # noqa: BLE001 - whatever it is, it is the seed's
+            except BaseException as e:
                 if isinstance(e, KeyboardInterrupt):
                     raise
                 failed += 1
-                print(f"seed {seed}: {type(e).__name__}: {str(e)[:600]}", flush=True)
+                print(f"seed {seed}: {type(e).__name__}: {str(e)[:600]}", flush=True)  # noqa: T201
                 world = getattr(e, "world", None)
                 if world is not None:
                     text = "".join(traceback.format_exception(e)) + "\n".join(world.story) + "\n\n" + world.journal.getvalue()
                     (folder / f"seed-{seed}.txt").write_text(text)
-    print(f"{count} seeds from {first}, {failed} failed, {time.perf_counter() - began:.0f} s")
+    print(f"{count} seeds from {first}, {failed} failed, {time.perf_counter() - began:.0f} s")  # noqa: T201
     return failed
 
 

@@ -1,11 +1,12 @@
 """A node: its hardware with ranks on it, and the agent, which runs the real `reconcile`, `report` and `Reporter` over ranks that are timers.
 
-What survives an agent, and what survives the host, are kept apart as on a real node: ranks and the fence outlive the agent, records outlive both.
+What survives an agent, and what survives the host, are kept apart as on a real node: ranks and the fence outlive the agent, records both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import random
 from collections.abc import Callable
@@ -56,7 +57,9 @@ class Habits(msgspec.Struct):
 class SimNode:
     """`up` when its agent runs. All randomness comes from `rng`."""
 
-    def __init__(self, cluster: MemoryCluster, name: str, rng: random.Random, habits: Habits, nobody_decides: Callable[[str], bool], gpus: int) -> None:
+    def __init__(
+        self, cluster: MemoryCluster, name: str, rng: random.Random, habits: Habits, nobody_decides: Callable[[str], bool], gpus: int
+    ) -> None:
         self.cluster = cluster
         self.name = name
         self.rng = rng
@@ -64,7 +67,7 @@ class SimNode:
         self.runs: list[Run] = []
         self.refusals: list[str] = []
         self.boot, self.installed = 1, 1
-        self.gpus = {i: True for i in range(gpus)}
+        self.gpus = dict.fromkeys(range(gpus), True)
         self.fence = 0.0
         self.gangs: dict[str, LocalGang] = {}
         self.specs: dict[str, JobSpec] = {}
@@ -267,10 +270,8 @@ class SimNode:
             wait_s = 1e6
             if self.desired is not None:
                 wait_s = next_look(self.desired, self._local()) - self.loop.time()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), max(0.05, min(1e6, wait_s)))
-            except TimeoutError:
-                pass
             self._look.clear()
             if self.desired is None:
                 continue

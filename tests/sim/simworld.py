@@ -11,12 +11,15 @@ import contextlib
 import io
 import random
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgpack
 import msgspec
+from simloop import SimLoop
+from simnode import Habits, Run, SimNode
 
 from gangline.core.model.codec import decode_frame
 from gangline.core.model.fold import apply_frame
@@ -35,8 +38,6 @@ from gangline.leader import snapshotter
 from gangline.leader.commands import Accepted, Administer, Command, Refused, SetBrake, Stop, Submit
 from gangline.leader.scheduler import Scheduler
 from gangline.leader.service import NotLeader, Unavailable
-from simloop import SimLoop
-from simnode import Habits, Run, SimNode
 
 KEYS = Keys("test")
 GPUS = 4
@@ -349,7 +350,8 @@ class World:
         s = self.leader()
         if s is None:
             return ["nobody leads"]
-        left = [f"{j.id} is {j.state} since {j.since_ms}, generation {j.generation}: {j.deferral}" for j in s.state.jobs.values() if j.state != "finished"]
+        open_ = [j for j in s.state.jobs.values() if j.state != "finished"]
+        left = [f"{j.id} is {j.state} since {j.since_ms}, generation {j.generation}: {j.deferral}" for j in open_]
         left += [f"{j} holds {h} on {n.id}" for n in s.state.nodes.values() for j, h in n.holdings.items()]
         left += [f"{n.id} is {n.status}" for n in s.state.nodes.values() if n.status != "up"]
         left += [f"{n.name} still has {sorted(n.gangs)}" for n in self.nodes.values() if n.gangs]
@@ -381,7 +383,7 @@ class World:
 
     async def _check_log(self, leader: Scheduler) -> None:
         frames: dict[int, bytes] = {}
-        for name in sorted({s for s in (f"s{i}" for i in range(self.scenario.schedulers))}):
+        for name in (f"s{i}" for i in range(self.scenario.schedulers)):
             archive = Archive(self.folder / name / "archive")
             for segment in archive.segments():
                 for index, data in archive.read(segment.first, segment.last):
@@ -455,7 +457,7 @@ def check_runs(runs: list[Run]) -> None:
             by_rank.setdefault((r.node, "gpu", g), []).append(r)
     for what, some in by_rank.items():
         some.sort(key=lambda r: r.began)
-        for a, b in zip(some, some[1:], strict=False):
+        for a, b in pairwise(some):
             if not a.ended or a.ended > b.began:
                 raise Violation(f"{what} at once: {a} and {b}")
     by_job: dict[str, list[Run]] = {}

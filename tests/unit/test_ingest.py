@@ -8,7 +8,6 @@ import contextlib
 import pytest
 
 from gangline.core.model import events as ev
-from gangline.core.model.codec import pack
 from gangline.core.model.documents import Gpu, Observed, ObservedGang, ObservedRank, Registration
 from gangline.core.model.fold import apply, seal
 from gangline.core.model.spec import Gang, JobSpec, Resources, Restart
@@ -120,8 +119,8 @@ async def test_rubbish_in_the_place_of_a_registration_neither_keeps_a_dead_node_
     await node.register(registration("n1"), ttl_s=5.0)
     while inbox.missing:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+    other = Registration("n1", "another", "b", "n1", "", (), 1, 1)
     with pytest.raises(NameTaken):
-        other = Registration("n1", "another", "b", "n1", "", (), 1, 1)
         await StoreNode(store, "test", "n1").register(other, ttl_s=5.0)
     run.cancel()
     with contextlib.suppress(asyncio.CancelledError):
