@@ -18,14 +18,13 @@ from gangline.core.policy.world import World
 
 def consolidate(world: World, placer: Placer, notes: Notes) -> None:
     """Move what makes room for waiting jobs."""
+    mig = sum(1000 * max(0, later) for n in world.nodes for later in n.mig_later.values())
 
     def offer(job: Job, _chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
-        if not job.preemptible or need[0] > sum(max(0, n.later_milli) for n in world.nodes) + _mig_room(world):
+        if not job.preemptible or need[0] > world.free_later()[0] + mig:
             return None
-        return evicting.evictable(world, job), {}, lambda lost, _need: not lost
+        jobs = [j for root in world.roots() for j in root.working_below() if j.preemptible and j is not job]
+        return jobs, {}, lambda lost, _need: not lost
 
     evicting.run(world, placer, notes, "consolidate", offer)
 
-
-def _mig_room(world: World) -> int:
-    return sum(1000 * max(0, later) for n in world.nodes for later in n.mig_later.values())

@@ -47,11 +47,6 @@ def delayed(job: Job) -> bool:
     return bool(times) and min(times) < job.preemption_delay_s
 
 
-def evictable(world: World, preemptor: Job) -> list[Job]:
-    """Return the preemptible jobs that work, other than the preemptor."""
-    return [j for j in world.working_jobs() if j.preemptible and j is not preemptor]
-
-
 def path_split(a: Queue, b: Queue) -> tuple[Queue, Queue] | None:
     """Return the ancestors of two queues at the highest level where their paths differ; None if one is the other."""
     for x, y in zip(reversed(a.path), reversed(b.path), strict=False):

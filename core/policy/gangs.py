@@ -172,8 +172,8 @@ class Job:
     """One job. `order` is its age rank, 0 the oldest; times are in seconds before `now` of the session, None if there is no such time."""
 
     __slots__ = (
-        "age_s", "constraint", "evicted_s_ago", "name", "order", "plain", "podsets", "preemptible", "preemption_delay_s", "priority", "queue",
-        "ranks", "root", "shape", "single", "stale_for_s", "staleness_grace_s", "started_s_ago",
+        "active", "age_s", "constraint", "evicted_s_ago", "name", "order", "plain", "podsets", "preemptible", "preemption_delay_s",
+        "priority", "queue", "ranks", "root", "shape", "single", "stale_for_s", "staleness_grace_s", "started_s_ago",
     )  # fmt: skip
 
     def __init__(self, name: str, queue: Queue, *, priority: int, preemptible: bool, order: int, root: PodsetGroup) -> None:
@@ -186,6 +186,8 @@ class Job:
         self.podsets = list(root.podsets())
         #: the only podset, if the job has no subgroups
         self.single = self.podsets[0] if len(self.podsets) == 1 and root.members == self.podsets else None
+        #: how many of its ranks count; kept by World
+        self.active = 0
         #: of the whole job, around that of its root set
         self.constraint: Constraint | None = None
         #: by index
@@ -216,10 +218,6 @@ class Job:
             return 0
         return 2 if _surplus(self.root, lambda p: p.active) is not None else 1
 
-    @property
-    def has_active(self) -> bool:
-        """At least one of its ranks counts."""
-        return any(p.active for p in self.podsets)
 
 
 def waiting(rank: Rank) -> bool:

@@ -246,7 +246,7 @@ def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) 
 
 def _slices(job: Job, protected: bool) -> list[Slice]:
     steps = eviction_slices(job)
-    running = sum(p.active for p in job.podsets)
+    running = job.active
     out = []
     for ranks in steps:
         running -= len(ranks)

@@ -21,7 +21,7 @@ def preempt(world: World, placer: Placer, notes: Notes) -> None:
     def offer(job: Job, _chunk: list[Rank], _need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
         if not world.options.priorities:
             return None
-        jobs = [j for j in evicting.evictable(world, job) if j.queue is job.queue and j.priority < job.priority]
+        jobs = [j for j in job.queue.working if j.preemptible and j.priority < job.priority]
         return jobs, {}, lambda _lost, _need: True
 
     evicting.run(world, placer, notes, "preempt", offer)

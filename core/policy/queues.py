@@ -6,9 +6,14 @@ session; what leaves is not counted any more. `fair_share` is set at the start o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gangline.core.policy.requests import UNLIMITED, ZERO, Vector
+
+if TYPE_CHECKING:
+    from gangline.core.policy.gangs import Job
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Queue:
 
     __slots__ = (
         "allocated", "allocatable", "children", "created", "depth", "fair_share", "limit", "name", "nonpreemptible", "parent", "path",
-        "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "waiting", "weight",
+        "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "waiting", "weight", "working",
     )  # fmt: skip
 
     def __init__(self, spec: QueueSpec, parent: Queue | None) -> None:
@@ -54,12 +59,20 @@ class Queue:
         self.nonpreemptible: Vector = ZERO
         #: requests of ranks that wait in this leaf, on the smallest devices
         self.waiting: Vector = ZERO
+        #: jobs of this leaf with ranks that work or have a reservation; kept by World, in no order that means anything
+        self.working: dict[Job, None] = {}
         self.fair_share: Vector = (UNLIMITED, UNLIMITED, UNLIMITED)
         #: max(quota, fair share), capped by the limit
         self.allocatable: Vector = (UNLIMITED, UNLIMITED, UNLIMITED)
 
     def __repr__(self) -> str:
         return f"Queue({self.name})"
+
+    def working_below(self) -> Iterator[Job]:
+        """Return the jobs that work or have a reservation, in this queue and all below it."""
+        yield from self.working
+        for child in self.children:
+            yield from child.working_below()
 
     def set_fair_share(self, share: Vector) -> None:
         """Set the fair share, and with it what may be allocated without being over it."""

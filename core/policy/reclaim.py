@@ -39,12 +39,32 @@ def reclaim(world: World, placer: Placer, notes: Notes) -> None:
             return None
         if not job.preemptible and not within(add(queue.nonpreemptible, need), queue.quota):
             return None
-        jobs = [j for j in evicting.evictable(world, job) if j.queue is not queue and evicting.path_split(queue, j.queue) is not None]
+        jobs = _candidates(world, queue, need)
+        if not jobs:
+            return None
         protected = {j: None for j in jobs if _within_min_runtime(queue, j)}
         start = {q: q.allocated for q in world.queues.values()}
         return jobs, protected, lambda lost, part: _fair(queue, start, lost, part)
 
     evicting.run(world, placer, notes, "reclaim", offer)
+
+
+def _candidates(world: World, reclaimer: Queue, need: Vector) -> list[Job]:
+    """Return the preemptible jobs of other queues that can be of any help.
+
+    Those below a sibling, at any level of the path, that has nothing to give by rule 2 can only be moved. That helps no one when nothing is
+    idle, nor, if nobody else can lose anything, when less is idle in all than is asked for.
+    """
+    gives: list[Queue] = []
+    moves: list[Queue] = []
+    for mine in reclaimer.path:
+        for other in mine.parent.children if mine.parent is not None else world.roots():
+            if other is not mine:
+                (gives if _may_take(mine, other, other.allocated, mine.allocated, need) else moves).append(other)
+    free = world.free_later()
+    short = any(need[r] > free[r] for r in range(3)) if not gives else bool(need[0]) and free[0] == 0
+    queues = gives if short and not world.has_mig else [*gives, *moves]
+    return [j for q in queues for j in q.working_below() if j.preemptible]
 
 
 def _within_min_runtime(reclaimer: Queue, victim: Job) -> bool:
@@ -61,7 +81,7 @@ def _fair(reclaimer: Queue, start: dict[Queue, Vector], lost: list[tuple[Job, Ve
     losers: dict[Queue, None] = {}
     for job, vector in lost:
         split = evicting.path_split(reclaimer, job.queue)
-        if split is None or not _may_take(split[0], split[1], left, start, need):
+        if split is None or not _may_take(split[0], split[1], left[split[1]], start[split[0]], need):
             return False
         for queue in job.queue.path:
             left[queue] = subtract(left[queue], vector)
@@ -75,11 +95,11 @@ def _fair(reclaimer: Queue, start: dict[Queue, Vector], lost: list[tuple[Job, Ve
     return True
 
 
-def _may_take(mine: Queue, other: Queue, left: dict[Queue, Vector], start: dict[Queue, Vector], need: Vector) -> bool:
-    has = left[other]
-    if any(has[r] > other.allocatable[r] for r in range(3)):
+def _may_take(mine: Queue, other: Queue, has: Vector, allocated: Vector, need: Vector) -> bool:
+    """Rule 2, for a victim's side that has `has` left and a reclaimer's side that was allocated `allocated`."""
+    if not within(has, other.allocatable):
         return True
-    return within(add(start[mine], need), mine.quota) and any(has[r] > other.quota[r] for r in range(3))
+    return within(add(allocated, need), mine.quota) and not within(has, other.quota)
 
 
 def _turned_round(mine: Queue, after: Vector, other: Queue, left: Vector, involved: list[int]) -> bool:

@@ -66,6 +66,9 @@ def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node])
     request = rank.request
     if not nodes:
         return Refusal("no_nodes", "no node can take ranks")
+    need = charge_of(ranks, world.smallest_device_mib)
+    if request.plain and nodes is world.nodes:
+        return _short(request, need, world.free_later())
     fitting = [n for n in nodes if request.nodes is None or n.name in request.nodes]
     if not fitting:
         wanted = ", ".join(request.nodes or ()) or "none"
@@ -73,12 +76,11 @@ def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node])
     fitting = [n for n in fitting if not (request.count or request.mig or request.legacy_mig) or right_kind(n, request)]
     if not fitting:
         return Refusal("no_such_device", "no node gives devices of the kind that it asks for", {}, {"nodes": len(nodes)})
-    need = charge_of(ranks, world.smallest_device_mib)
-    have = (
-        sum(max(0, n.later_milli) for n in fitting) + _mig_room(request, fitting),
-        sum(max(0, n.cpu_later) for n in fitting),
-        sum(max(0, n.memory_later) for n in fitting),
-    )
+    gpus = sum(max(0, n.later_milli) for n in fitting) + _mig_room(request, fitting)
+    return _short(request, need, (gpus, sum(max(0, n.cpu_later) for n in fitting), sum(max(0, n.memory_later) for n in fitting)))
+
+
+def _short(request: Request, need: Vector, have: Vector) -> Refusal:
     for r in range(3):
         if need[r] > have[r]:
             message = f"needs {need[r]} {UNITS[r]}; {have[r]} are idle or will be"

@@ -14,9 +14,8 @@ from gangline.core.policy.world import World
 
 def evict_stale_gangs(world: World, notes: Notes) -> None:
     """Evict the gangs that have been stale for too long."""
-    for job in world.working_jobs():
-        if not is_stale(job):
-            continue
+    short = [j for root in world.roots() for j in root.working_below() if any(not p.satisfied for p in j.podsets) and is_stale(j)]
+    for job in sorted(short, key=lambda j: (j.order, j.name)):
         grace = world.options.staleness_grace_s if job.staleness_grace_s is None else job.staleness_grace_s
         if (job.stale_for_s or 0.0) < grace:
             continue

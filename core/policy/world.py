@@ -74,8 +74,12 @@ class World:
         self.touched: list[int] = []
         #: ranks with pod-affinity terms or labels
         self.affine: dict[Rank, None] = {}
-        #: rises when the set of nodes changes
+        #: some node takes MIG ranks
+        self.has_mig = False
+        #: rises when the set of nodes changes, and when anything on a node does
         self.node_version = 0
+        self.room_version = 0
+        self._room: tuple[int, int, Vector] | None = None
         self._requests: dict[Request, Request] = {}
         self._shapes: dict[object, int] = {}
         self._journal: list[tuple[str, Rank, RankState, Place | None, Vector]] = []
@@ -103,6 +107,16 @@ class World:
             self.node_by_name[spec.name] = Node(spec)
         self._renumber()
 
+    def free_later(self) -> Vector:
+        """Return what will be free in all on nodes that give whole devices or none, when what is leaving has left."""
+        if self._room is None or self._room[:2] != (self.node_version, self.room_version):
+            nodes = [n for n in self.nodes if not n.mig_only]
+            gpus = sum(n.later_milli for n in nodes if n.later_milli > 0)
+            cpu = sum(n.cpu_later for n in nodes if n.cpu_later > 0)
+            memory = sum(n.memory_later for n in nodes if n.memory_later > 0)
+            self._room = (self.node_version, self.room_version, (gpus, cpu, memory))
+        return self._room[2]
+
     def remove_node(self, name: str) -> None:
         """Take a node away. No rank may be on it."""
         node = self.node_by_name.pop(name)
@@ -116,6 +130,7 @@ class World:
             node.index = at
         self.node_version += 1
         self.touched.clear()
+        self.has_mig = any(n.mig_only for n in self.nodes)
         gpus = sum(n.gpus * GPU + sum(mig_gpus(p) * count * GPU for p, count in (n.spec.mig or {}).items()) for n in self.nodes)
         self.total = (gpus, sum(n.spec.cpu_milli for n in self.nodes), sum(n.spec.memory_bytes for n in self.nodes))
         memories = [n.spec.gpu_memory_mib for n in self.nodes if n.gpus and n.spec.gpu_memory_mib]
@@ -175,7 +190,7 @@ class World:
             if place is not None:
                 self._take(rank, place, 0, -1)
                 rank.reservation = place
-                rank.podset.active += 1
+                self._count(rank, 1)
         elif state not in HOLDING:
             rank.place = place
         elif place is not None:
@@ -183,7 +198,7 @@ class World:
             self._take(rank, place, -1, 0 if state in (RankState.RELEASING, RankState.EVICTED) else -1)
             if state in ACTIVE:
                 self._charge(rank, rank.request.vector(place.node.spec.gpu_memory_mib))
-                rank.podset.active += 1
+                self._count(rank, 1)
 
     def remove_job(self, name: str) -> None:
         """Forget a job, with everything that its ranks hold. Not within a session."""
@@ -209,7 +224,7 @@ class World:
         assert waiting(rank), f"bind {rank.name}: it is {rank.state.name}"
         self._journal.append(("bind", rank, rank.state, None, ZERO))
         rank.state, rank.place = RankState.BINDING, place
-        rank.podset.active += 1
+        self._count(rank, 1)
         queue = rank.job.queue
         queue.waiting = subtract(queue.waiting, rank.request.vector(self.smallest_device_mib))
         self._take(rank, place, -1, -1)
@@ -220,7 +235,7 @@ class World:
         assert rank.reservation is None, f"reserve for {rank.name}: it has a reservation"
         self._journal.append(("reserve", rank, rank.state, None, ZERO))
         rank.reservation = place
-        rank.podset.active += 1
+        self._count(rank, 1)
         self._take(rank, place, 0, -1)
         self._charge(rank, rank.request.vector(place.node.spec.gpu_memory_mib))
 
@@ -230,7 +245,7 @@ class World:
         assert rank.place is not None, f"{rank.name} works and has no place"
         self._journal.append(("evict", rank, rank.state, rank.place, rank.charged))
         rank.state = RankState.EVICTED
-        rank.podset.active -= 1
+        self._count(rank, -1)
         self._take(rank, rank.place, 0, 1)
         self._charge(rank, ZERO)
 
@@ -240,7 +255,7 @@ class World:
         assert rank.place is not None, f"{rank.name} is leaving and has no place"
         self._journal.append(("spare", rank, rank.state, rank.place, rank.charged))
         rank.state = RankState.RUNNING
-        rank.podset.active += 1
+        self._count(rank, 1)
         self._take(rank, rank.place, 0, -1)
         self._charge(rank, rank.request.vector(rank.place.node.spec.gpu_memory_mib))
 
@@ -250,7 +265,7 @@ class World:
         self._journal.append(("withdraw", rank, rank.state, rank.reservation, rank.charged))
         self._take(rank, rank.reservation, 0, 1)
         rank.reservation = None
-        rank.podset.active -= 1
+        self._count(rank, -1)
         if rank.state is RankState.PENDING:
             rank.state = RankState.WITHDRAWN
         self._charge(rank, ZERO)
@@ -281,7 +296,7 @@ class World:
                 self._take(rank, place, 0, 1 if what == "spare" else -1)
                 if what == "withdraw":
                     rank.reservation = place
-            rank.podset.active += 1 if what in ("evict", "withdraw") else -1
+            self._count(rank, 1 if what in ("evict", "withdraw") else -1)
             rank.state = state
             self._charge(rank, charged)
 
@@ -296,7 +311,17 @@ class World:
     def _take(self, rank: Rank, place: Place, idle: int, later: int) -> None:
         place.node.take(rank.request, place, idle, later)
         self.touched.append(place.node.index)
+        self.room_version += 1
         self._changed[rank.job] = None
+
+    def _count(self, rank: Rank, by: int) -> None:
+        rank.podset.active += by
+        job = rank.job
+        job.active += by
+        if by < 0 and job.active == 0:
+            job.queue.working.pop(job, None)
+        elif by > 0:
+            job.queue.working[job] = None
 
     def _charge(self, rank: Rank, vector: Vector) -> None:
         old = rank.charged
@@ -334,7 +359,7 @@ class World:
         assert rank.reservation is not None
         self._take(rank, rank.reservation, 0, 1)
         rank.reservation = None
-        rank.podset.active -= 1
+        self._count(rank, -1)
         self._charge(rank, ZERO)
 
     def leave(self, rank: Rank, state: RankState = RankState.PENDING) -> None:
@@ -347,7 +372,7 @@ class World:
             self._take(rank, rank.place, 1, 0 if rank.state in (RankState.RELEASING, RankState.EVICTED) else 1)
             rank.place = None
         if rank.state in ACTIVE:
-            rank.podset.active -= 1
+            self._count(rank, -1)
             self._charge(rank, ZERO)
         rank.state = state
         if state is RankState.PENDING:
@@ -389,10 +414,6 @@ class World:
         insort(self._groups.setdefault(job.queue, {}).setdefault(signature, []), (key, job), key=lambda e: e[0])
         self._group_of[job] = (signature, key)
 
-    def working_jobs(self) -> list[Job]:
-        """Return the jobs with ranks that work or have a reservation, oldest first."""
-        return sorted((j for j in self.jobs.values() if j.has_active), key=lambda j: (j.order, j.name))
-
     def job_key(self, job: Job) -> JobKey:
         """Return its place in the order of its queue: larger priority, lower standing, older, name."""
         return (-job.priority if self.options.priorities else 0, job.standing, job.order, job.name)
@@ -403,7 +424,7 @@ def signature_of(job: Job, chunk: list[Rank]) -> Signature:
     first = chunk[0].request.number
     alike = all(r.request.number == first for r in chunk)
     what: object = (first, len(chunk)) if alike and job.single else tuple((r.podset.name, r.request.number) for r in chunk)
-    own = "" if job.plain or not (job.has_active or any(r.request.affinity for r in chunk)) else job.name
+    own = "" if job.plain or not (job.active or any(r.request.affinity for r in chunk)) else job.name
     return (job.preemptible, job.shape, what, own)
 
 
