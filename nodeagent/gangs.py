@@ -70,6 +70,8 @@ class Gangs:
         self._gangs: dict[str, LocalGang] = {}
         self._records: dict[str, GangRecord] = {}
         self._retired: dict[str, int] = {}
+        #: forgotten gangs whose status files are still there, with their last generation
+        self._unswept: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
@@ -82,7 +84,7 @@ class Gangs:
     @property
     def local(self) -> Local:
         """The local state now."""
-        return Local(self._gpus, dict(self._gangs), dict(self._retired))
+        return Local(self._gpus, dict(self._gangs), self._retired)
 
     async def open(self) -> None:
         """Adopt what an earlier agent left, then open the doors for ranks and supervisors."""
@@ -98,9 +100,17 @@ class Gangs:
         self._ports.close()
         await self.socket.close()
 
-    def pruned(self, job: str) -> None:
-        """The last traces of a forgotten gang are gone."""
-        self._retired.pop(job, None)
+    def take_unswept(self) -> dict[str, int]:
+        """Return the forgotten gangs whose status files may be removed, with their last generation; the caller does it."""
+        unswept, self._unswept = self._unswept, {}
+        return unswept
+
+    def pruned(self, jobs: list[str]) -> None:
+        """The last traces of these forgotten gangs are gone."""
+        for job in jobs:
+            self._retired.pop(job, None)
+        if jobs:
+            self._state.save_forgotten(self._retired)
 
     def act(self, action: Action) -> None:
         """Carry out one action."""
@@ -170,9 +180,12 @@ class Gangs:
         self._records.pop(job, None)
         self._retired[job] = gang.generation
         if is_safe(job):
-            self._state.remove_runs(job)
-            self._write(GangRecord(job, gang.generation, phase="retired"))
-        self._log.info("forget", gang=job, generation=gang.generation)
+            self._unswept[job] = gang.generation
+            try:
+                self._state.forget(job, gang.generation)
+            except OSError as e:
+                self._log.error("not_forgotten", gang=job, message="the next agent would take it for one that ended just now", error=e)
+        self._log.debug("forget", gang=job, generation=gang.generation)
         self._changed()
 
     # ---------------------------------------------------------------- preparing
@@ -219,7 +232,7 @@ class Gangs:
         address = self._node.address if port else ""
         self._change(gang.job, phase="prepared", port=port, address=address, hang_timeout_s=spec.restart.hang_timeout_s)
         self._save(gang.job)
-        self._log.info("prepared", gang=gang.job, generation=gang.generation, port=port)
+        self._log.debug("prepared", gang=gang.job, generation=gang.generation, port=port)
 
     def _fail_prepare(self, gang: DesiredGang, message: str) -> None:
         self._change(gang.job, phase="prepare_failed", message=message)
@@ -339,13 +352,15 @@ class Gangs:
 
     def _adopt(self) -> None:
         """Take over the records that an earlier agent left, then the ranks by their status files."""
+        self._retired = self._state.forgotten()
+        self._unswept = dict(self._retired)
         for record in self._state.records():
-            if record.phase == "retired":
-                self._retired[record.job] = record.generation
-            else:
+            if record.generation > self._retired.get(record.job, -1):
                 self._adopt_record(record)
         now = time.monotonic()
         for found in stored_statuses(self._state.root / "runs"):
+            if found.generation <= self._retired.get(found.job, -1) and found.state == "exited":
+                continue
             ref = RankRef(found.job, found.generation, found.rank)
             status = self.ranks.adopt(ref, found)
             gang = self._gangs.get(ref.job) or LocalGang(ref.job, ref.generation)

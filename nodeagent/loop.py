@@ -44,6 +44,7 @@ GATHER_S = 0.01
 #: how often the schedulers' addresses are read, and old logs removed
 _SCHEDULERS_S = 15.0
 _PRUNE_S = 300.0
+_SWEEP_S = 15.0
 _RETRY_S = 0.3
 _FOREVER_S = 3600.0
 
@@ -100,7 +101,7 @@ class Agent:
         self._url = f"http://{self._settings.address}:{port}"
         self._log.info("agent_started", node=self._node.name, url=self._url, gpus=len(self._node.inventory.gpus),
                        inventory=self._node.inventory.reason or self._node.inventory.kind)  # fmt: skip
-        loops = (self._liveness.run, self._watch, self._reconcile, self._reporter.run, self._keep_schedulers, self._prune)
+        loops = (self._liveness.run, self._watch, self._reconcile, self._reporter.run, self._keep_schedulers, self._prune, self._sweep)
         try:
             await self._run_until_stopped(loops)
         finally:
@@ -252,8 +253,17 @@ class Agent:
     async def _prune(self) -> None:
         while True:
             await asyncio.sleep(_PRUNE_S)
-            for job in await asyncio.to_thread(logs.prune, self._state.root, set(self._gangs.local.gangs)):
-                self._gangs.pruned(job)
+            removed = await asyncio.to_thread(logs.prune, self._state.root, set(self._gangs.local.gangs))
+            with contextlib.suppress(OSError):
+                self._gangs.pruned(removed)
+
+    async def _sweep(self) -> None:
+        """Clear away behind short jobs, together and a little later, so that this does not hold up the next ones."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            unswept = self._gangs.take_unswept()
+            if unswept:
+                await asyncio.to_thread(self._state.sweep, unswept)
 
     # ---------------------------------------------------------------- telemetry
 

@@ -6,6 +6,7 @@ schedulers         how the schedulers were reached last, for when the store cann
 fence, fence.boot  see fence.py
 notify, job.sock   the doors for supervisors and for ranks
 locks/gpu-<i>      locked by the supervisor whose rank holds the device
+forgotten          gangs that are over here, one line each: generation and job
 runs/<job>/gang    a GangRecord
 runs/<job>/<generation>/   status and command files, see rankfile.py, and the events of that generation
 logs/<job>/<generation>/   what the ranks printed
@@ -44,7 +45,6 @@ class GangRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: str
     generation: int
-    #: "retired": forgotten, kept so that neither this generation nor an older one is ever started here again
     phase: str = "new"
     message: str = ""
     address: str = ""
@@ -80,6 +80,7 @@ class StateDir:
         """Make what is missing. Raises StateError."""
         self.root = root.absolute()
         self._root = str(self.root)
+        self._forgotten_fd = -1
         self.job_socket = self.root / "job.sock"
         size = len(os.fsencode(self.job_socket))
         if size > PATH_BYTES_MAX:
@@ -155,6 +156,36 @@ class StateDir:
             with contextlib.suppress(msgspec.DecodeError, OSError):
                 found.append(msgspec.json.decode(path.read_bytes(), type=GangRecord))
         return found
+
+    def forget(self, job: str, generation: int) -> None:
+        """Remember that a gang is over here: one short line, since short jobs make many. What it left is swept up later. Raises OSError."""
+        if self._forgotten_fd < 0:
+            self._forgotten_fd = os.open(self.root / "forgotten", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.write(self._forgotten_fd, f"{generation} {job}\n".encode())
+
+    def forgotten(self) -> dict[str, int]:
+        """Return the gangs that are over here, with their last generation: neither that nor an older one may ever start here again."""
+        found: dict[str, int] = {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.root / "forgotten").read_text().splitlines():
+                generation, _, job = line.partition(" ")
+                if generation.isdecimal() and is_safe(job):
+                    found[job] = int(generation)
+        return found
+
+    def save_forgotten(self, forgotten: dict[str, int]) -> None:
+        """Write the list anew, without those of which nothing is left. Raises OSError."""
+        self._write(self.root / "forgotten", "".join(f"{g} {job}\n" for job, g in forgotten.items()).encode())
+        if self._forgotten_fd >= 0:
+            os.close(self._forgotten_fd)
+            self._forgotten_fd = -1
+
+    def sweep(self, forgotten: dict[str, int]) -> None:
+        """Remove the status files of generations that are over. Their logs stay."""
+        for job, last in forgotten.items():
+            with contextlib.suppress(OSError):
+                names = os.listdir(self.root / "runs" / job)
+                self.remove_runs(job, [int(n) for n in names if n.isdecimal() and int(n) <= last])
 
     def save_record(self, record: GangRecord) -> None:
         """Remember a gang. Raises OSError."""
