@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "drain": ("nodes", "Empty nodes, and say what is in the way."),
         "undrain": ("nodes", "End a drain."),
         "explain": ("explain", "Explain a code of an error or a reason."),
+        "scenario": ("scenario", "Check the scheduling policy against scenario files."),
     },
     "Run it yourself": {
         "up": ("local", "Start a cluster on this machine."),

@@ -64,8 +64,10 @@ def judge(raw: object) -> Verdict:
     scenario = check(raw)
     try:
         return _judge(scenario)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BadScenario(f"scenario {scenario['id']}: malformed, {type(error).__name__}: {error}") from error
+    except BadScenario:
+        raise
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise BadScenario(f"scenario {scenario['id']}: cannot be run, {type(error).__name__}: {error}") from error
 
 
 def _judge(scenario: Raw) -> Verdict:
