@@ -40,6 +40,11 @@ class Keepalive:
             error = Ambiguous(f"{_WHAT} of {lease:x}: no answer within {timeout_s:.1f} s; opening another stream")
             stream.fail(error)
             raise error from None
+        except asyncio.CancelledError:
+            # Whoever has less patience than that must not meet the same frozen member with each of his tries.
+            if not answer.done() or answer.cancelled():
+                stream.fail(Ambiguous(f"{_WHAT} of {lease:x}: given up before an answer came; opening another stream"))
+            raise
         if ttl_s <= 0:
             raise LeaseNotFound(f"{_WHAT} of {lease:x}: the lease has expired or was revoked, ask for a new one")
         return ttl_s
