@@ -146,8 +146,7 @@ class Scheduler:
                     frame = fold_next(self.state, data)
                 self._clock.saw(frame.at_ms)
                 self._committed(frame)
-            self.state.scratch.jobs.clear()
-            self.state.scratch.nodes.clear()
+            self.state.scratch.nobody_decides()
             self._followed_at = asyncio.get_running_loop().time()
             if entries:
                 await self._publish()

@@ -111,6 +111,7 @@ def _job_submitted(state: State, e: ev.JobSubmitted, index: int, epoch: int, at_
         state.keys[job.idempotency_key] = job.id
     if job.spec.name:
         state.names[job.spec.name] = job.id
+    state.scratch.moved[job.id] = None
     _enqueue(state, job)
 
 
@@ -118,6 +119,7 @@ def _job_stop_requested(state: State, e: ev.JobStopRequested, index: int, epoch:
     job = _live_job(state, e, e.job)
     job.stop = e.reason or "stopped"
     job.stop_by = e.by
+    state.scratch.moved[job.id] = None
     _touch(state, job, index)
 
 
@@ -539,6 +541,7 @@ def _node(state: State, e: ev.LogEvent, node: str) -> Node:
 def _enter(state: State, job: Job, to: Any, index: int, at_ms: int) -> None:
     job.state = to
     job.since_ms = at_ms
+    state.scratch.moved[job.id] = None
     _touch(state, job, index)
     _touch_nodes(state, job)
 
@@ -556,6 +559,7 @@ def _touch_nodes(state: State, job: Job) -> None:
 def _touch_node(state: State, node: Node, index: int) -> None:
     node.index = index
     state.scratch.nodes[node.id] = None
+    state.scratch.moved_nodes[node.id] = None
 
 
 def row_of_failures(job: Job, at_ms: int) -> int:
@@ -600,6 +604,7 @@ def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli:
         gpus = tuple(sorted({*own.gpus, *gpus}))
         cpus_milli, memory_mib = max(own.cpus_milli, cpus_milli), max(own.memory_mib, memory_mib)
     state.jobs[job].held_nodes[node.id] = None
+    state.scratch.moved[job] = None
     node.holdings[job] = Holding(gpus=gpus, cpus_milli=cpus_milli, memory_mib=memory_mib)
     node.free_gpus = tuple([g for g in node.free_gpus if g not in gpus])
     node.free_cpus_milli -= cpus_milli
@@ -610,6 +615,7 @@ def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli:
 def _give_back(state: State, node: Node, job: str) -> None:
     held = node.holdings.pop(job)
     del state.jobs[job].held_nodes[node.id]
+    state.scratch.moved[job] = None
     if held.gpus:
         usable = {g.index for g in node.registration.gpus if g.healthy}
         node.free_gpus = tuple(sorted([*node.free_gpus, *(g for g in held.gpus if g in usable)]))
@@ -663,6 +669,7 @@ def _leave(state: State, job: Job, node_id: str, index: int, over: bool = False)
         _capacity(state)
     elif not holding.leaving_since:
         holding.leaving_since = index
+        state.scratch.moved[job.id] = None
     _touch_node(state, node, index)
 
 

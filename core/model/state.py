@@ -239,6 +239,21 @@ class Scratch:
         self.queue_dirty = True
         #: jobs on which the rules failed, and how: for the shell to report
         self.faults: dict[str, str] = {}
+        #: jobs and nodes that are to be taken into the mirror anew (policy/mirror.py), or everything
+        self.moved: dict[str, None] = {}
+        self.moved_nodes: dict[str, None] = {}
+        self.everything_moved = True
+        self.mirror: object = None
+        #: jobs that the rules tripped over, which are left out until another scheduler leads, and how
+        self.poison: dict[str, str] = {}
+
+    def nobody_decides(self) -> None:
+        """Forget what has changed: this is a follower, and who decides looks at everything once."""
+        self.jobs.clear()
+        self.nodes.clear()
+        self.moved.clear()
+        self.moved_nodes.clear()
+        self.everything_moved = True
 
 
 class State(msgspec.Struct):

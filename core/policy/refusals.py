@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.predicates import right_kind
-from gangline.core.policy.requests import RESOURCES, UNITS, Request, Vector
+from gangline.core.policy.requests import RESOURCES, Request, Vector, add
 from gangline.core.policy.world import World
 
 
@@ -43,7 +43,7 @@ def gang_incomplete(job: Job) -> Refusal:
 def over_bound(kind: str, queue: str, r: int, need: int, have: int) -> Refusal:
     """A queue's limit, or its quota for work that cannot be preempted, does not allow it."""
     which = "limit" if kind == "over_limit" else "quota for work that cannot be preempted"
-    message = f"needs {need} {UNITS[r]}, but queue {queue} has {max(have, 0)} left of its {which}"
+    message = f"needs {amount(r, need)}, but queue {queue} has {amount(r, max(have, 0))} left of its {which}"
     return Refusal(kind, message, {RESOURCES[r]: need}, {RESOURCES[r]: have}, (queue,))
 
 
@@ -64,11 +64,14 @@ def no_domain(ranks: list[Rank], level: str, domains: int, best: int) -> Refusal
 def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node]) -> Refusal:
     """No node has room for one of the ranks: say what is short, in all or on every single node."""
     request = rank.request
-    if not nodes:
-        return Refusal("no_nodes", "no node can take ranks")
     need = charge_of(ranks, world.smallest_device_mib)
+    # The chunk's first ranks may have found places before this one did not.
+    found = charge_of([r for r in ranks if r.counts], world.smallest_device_mib)
+    nodes = nodes if nodes is world.nodes and request.plain and any(world.free_later()) else [n for n in nodes if n.pods_later > 0]
+    if not nodes:
+        return Refusal("no_nodes", "no node takes new ranks: all are lost, cordoned or draining")
     if request.plain and nodes is world.nodes:
-        return _short(request, need, world.free_later())
+        return _short(request, need, add(world.free_later(), found))
     fitting = [n for n in nodes if request.nodes is None or n.name in request.nodes]
     if not fitting:
         wanted = ", ".join(request.nodes or ()) or "none"
@@ -77,16 +80,29 @@ def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node])
     if not fitting:
         return Refusal("no_such_device", "no node gives devices of the kind that it asks for", {}, {"nodes": len(nodes)})
     gpus = sum(max(0, n.later_milli) for n in fitting) + _mig_room(request, fitting)
-    return _short(request, need, (gpus, sum(max(0, n.cpu_later) for n in fitting), sum(max(0, n.memory_later) for n in fitting)))
+    free = (gpus, sum(max(0, n.cpu_later) for n in fitting), sum(max(0, n.memory_later) for n in fitting))
+    return _short(request, need, add(free, found))
 
 
 def _short(request: Request, need: Vector, have: Vector) -> Refusal:
     for r in range(3):
         if need[r] > have[r]:
-            message = f"needs {need[r]} {UNITS[r]}; {have[r]} are idle or will be"
-            return Refusal(f"not_enough_{RESOURCES[r]}", message, named(need), named(have))
+            message = f"needs {amount(r, need[r])}; {amount(r, have[r])} idle or soon so"
+            return Refusal(f"not_enough_{('gpus', 'cpus', 'memory')[r]}", message, named(need), _of_these(need, have))
     message = f"needs a node with room for {_words(request)}; enough is idle in all, but no node with that much is left"
-    return Refusal("fragmented", message, named(need), named(have))
+    return Refusal("fragmented", message, named(need), _of_these(need, have))
+
+
+def _of_these(need: Vector, have: Vector) -> dict[str, int]:
+    """Return what there is of everything that is needed."""
+    return {name: have[r] for r, name in enumerate(RESOURCES) if need[r]}
+
+
+def amount(resource: int, value: int) -> str:
+    """Return an amount of a resource (its index in a vector) in words."""
+    if resource == 0:
+        return f"{value / 1000:g} GPU{'' if value == 1000 else 's'}"
+    return f"{value / 1000:g} CPUs" if resource == 1 else f"{value / (1 << 30):.3g} GiB of memory"
 
 
 def _mig_room(request: Request, nodes: list[Node]) -> int:
@@ -103,7 +119,7 @@ def _words(request: Request) -> str:
         parts.append(f"{request.milli} thousandths of each of {request.count} GPUs")
     parts += [f"{count} of MIG profile {profile}" for profile, count in request.mig]
     if request.cpu_milli:
-        parts.append(f"{request.cpu_milli} CPU milli-cores")
+        parts.append(amount(1, request.cpu_milli))
     if request.memory_bytes:
-        parts.append(f"{request.memory_bytes} bytes of memory")
+        parts.append(amount(2, request.memory_bytes))
     return ", ".join(parts) or "one more rank"

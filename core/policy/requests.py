@@ -24,9 +24,8 @@ Vector = tuple[int, int, int]
 GPU = 1000
 #: larger than every real amount: no quota, no limit
 UNLIMITED = 1 << 62
-#: names of the entries of a vector, in order, and their units in words
+#: names of the entries of a vector, in order
 RESOURCES = ("gpu", "cpu", "memory")
-UNITS = ("thousandths of a GPU", "CPU milli-cores", "bytes of memory")
 ZERO: Vector = (0, 0, 0)
 
 

@@ -110,7 +110,7 @@ class World:
     def free_later(self) -> Vector:
         """Return what will be free in all on nodes that give whole devices or none, when what is leaving has left."""
         if self._room is None or self._room[:2] != (self.node_version, self.room_version):
-            nodes = [n for n in self.nodes if not n.mig_only]
+            nodes = [n for n in self.nodes if not n.mig_only and n.pods_later > 0]
             gpus = sum(n.later_milli for n in nodes if n.later_milli > 0)
             cpu = sum(n.cpu_later for n in nodes if n.cpu_later > 0)
             memory = sum(n.memory_later for n in nodes if n.memory_later > 0)

@@ -1,0 +1,380 @@
+"""The state as a what-if world, kept in step with it: what the passes decide on.
+
+Building the world anew for each cycle would cost as much as the cluster is large. So one world is kept beside the state, as a cache of it, and
+what an event has changed is taken out and put in again before the next session. The world is never ahead of the state: what a session decides is
+taken back, and comes in again through the events that it becomes.
+
+    state                                         world
+    a node that is up                             a node; one that takes no new ranks has no place for any
+    a queued gang                                 a job whose ranks wait
+    a placed gang                                 a job whose ranks run where they are
+    a gang that was asked to leave                a job whose ranks are leaving
+    what is held beyond the present placement     a job of its own without a claim to anything, whose ranks are leaving
+
+With `ranks_per_node`, all ranks of a node are one *unit*: they are placed together, and the world counts them as one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gangline.core.model.documents import Registration
+from gangline.core.model.events import PlacedPart, PlacedRank
+from gangline.core.model.queues import QueueSpec as DeclaredQueue
+from gangline.core.model.queues import QueueTree
+from gangline.core.model.state import Job as StateJob
+from gangline.core.model.state import Node as StateNode
+from gangline.core.model.state import State
+from gangline.core.policy.gangs import Constraint, Job, Podset, PodsetGroup, Rank, RankState
+from gangline.core.policy.nodes import NodeSpec, Place
+from gangline.core.policy.placing import Placer
+from gangline.core.policy.queues import QueueSpec
+from gangline.core.policy.refusals import Refusal
+from gangline.core.policy.requests import GPU, UNLIMITED, Affinity, Request
+from gangline.core.policy.world import World
+
+_MIB = 1 << 20
+#: pods are not counted here; a node that takes no new ranks is short of so many
+_PODS = 1 << 20
+_CLOSED = 1 << 30
+#: topology whose domains are the GPU models, in clusters that have several
+_MODELS = "gpu-models"
+_MODEL_LABEL = "gangline/gpu-model"
+
+
+class Mirror:
+    """One world beside one state. `sync` before each session, `take_back` after it."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.placer = Placer(self.world)
+        self._tree: QueueTree | None = None
+        #: GPU indices of a node by position of the device in the world
+        self._gpus: dict[str, tuple[int, ...]] = {}
+        #: what of a node was taken into the world
+        self._nodes: dict[str, StateNode] = {}
+        self._specs: dict[str, NodeSpec] = {}
+        self._registrations: dict[str, Registration] = {}
+        self._closed: dict[str, None] = {}
+        #: names in the world that stand for a job of the state
+        self._names: dict[str, list[str]] = {}
+        #: queued jobs that do not take part, and why
+        self.barred: dict[str, Refusal] = {}
+        #: jobs whose request names the nodes that will do: to be looked at again when the nodes change
+        self._choosy: dict[str, None] = {}
+        #: waiting gangs that take one of several GPU models
+        self._undecided: dict[str, None] = {}
+
+    # ---------------------------------------------------------------- keeping in step
+
+    def sync(self, state: State, now_ms: int) -> None:
+        """Take in what has changed since the last time (`Scratch.moved`, `Scratch.moved_nodes`)."""
+        scratch = state.scratch
+        if self._tree is not state.queues or scratch.everything_moved:
+            self._rebuild(state, now_ms)
+        else:
+            # Which model a gang that takes several gets depends on what is free now.
+            scratch.moved.update(self._undecided)
+            if scratch.moved or scratch.moved_nodes:
+                self._update(state, now_ms)
+        scratch.moved.clear()
+        scratch.moved_nodes.clear()
+        scratch.everything_moved = False
+
+    def take_back(self) -> None:
+        """Undo what a session has decided."""
+        self.world.rollback(0)
+
+    def _rebuild(self, state: State, now_ms: int) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._tree = state.queues
+        for spec in _queue_specs(state.queues):
+            self.world.add_queue(spec)
+        up = {n.id: n for n in state.nodes.values() if n.status == "up"}
+        self._describe(up.values())
+        self.world.add_nodes(self._specs[n] for n in up)
+        for name, node in up.items():
+            self._nodes[name] = node
+            self._set_closed(name, not node.schedulable)
+        for job in state.jobs.values():
+            self._add(state, job, now_ms)
+
+    def _update(self, state: State, now_ms: int) -> None:
+        moved = dict(state.scratch.moved)
+        changed = [n for n in state.scratch.moved_nodes if self._differs(state, n)]
+        if changed:
+            for node in changed:
+                moved.update(dict.fromkeys(state.nodes[node].holdings if node in state.nodes else ()))
+            moved.update(self._choosy)
+        for job in moved:
+            self._remove(job)
+        if changed and not self._change_nodes(state, changed):
+            self._rebuild(state, now_ms)
+            return
+        for name in state.scratch.moved_nodes:
+            if name in self._nodes:
+                self._set_closed(name, not state.nodes[name].schedulable)
+        for job_id in moved:
+            if job_id in state.jobs:
+                self._add(state, state.jobs[job_id], now_ms)
+
+    # ---------------------------------------------------------------- nodes
+
+    def _describe(self, nodes: Iterable[StateNode]) -> None:
+        nodes = list(nodes)
+        for node in nodes:
+            self._registrations[node.id] = node.registration
+            usable = tuple(g for g in node.registration.gpus if g.healthy)
+            self._gpus[node.id] = tuple(g.index for g in usable)
+            self._specs[node.id] = NodeSpec(
+                node.id, gpus=len(usable), gpu_memory_mib=min((g.memory_mib for g in usable), default=0), cpu_milli=node.registration.cpus_milli,
+                memory_bytes=node.registration.memory_mib * _MIB, max_pods=_PODS,
+                labels={**node.registration.labels, "hostname": node.id, _MODEL_LABEL: _model(node)},
+            )  # fmt: skip
+        self.world.topologies[_MODELS] = (_MODEL_LABEL,)
+
+    def _differs(self, state: State, name: str) -> bool:
+        node, known = state.nodes.get(name), self._specs.get(name)
+        if node is None or node.status != "up":
+            return name in self._nodes
+        if name not in self._nodes or known is None:
+            return True
+        if self._registrations[name] is node.registration:
+            return False
+        before = self._gpus[name]
+        self._describe([node])
+        return self._specs[name] != known or self._gpus[name] != before
+
+    def _change_nodes(self, state: State, names: list[str]) -> bool:
+        """Exchange nodes; False when something is still on one of them that nobody reported as moved."""
+        for name in names:
+            if name in self._nodes:
+                self._set_closed(name, False)
+                try:
+                    self.world.remove_node(name)
+                except ValueError:
+                    return False
+                del self._nodes[name]
+            node = state.nodes.get(name)
+            if node is not None and node.status == "up":
+                self._describe([node])
+                self.world.add_node(self._specs[name])
+                self._nodes[name] = node
+        return True
+
+    def _set_closed(self, name: str, closed: bool) -> None:
+        """A node that takes no new ranks is far short of room for pods."""
+        if closed == (name in self._closed):
+            return
+        node = self.world.node_by_name[name]
+        by = -_CLOSED if closed else _CLOSED
+        node.pods_idle += by
+        node.pods_later += by
+        self.world.touched.append(node.index)
+        self.world.room_version += 1
+        if closed:
+            self._closed[name] = None
+        else:
+            del self._closed[name]
+
+    # ---------------------------------------------------------------- jobs
+
+    def _remove(self, job_id: str) -> None:
+        for name in self._names.pop(job_id, ()):
+            self.world.remove_job(name)
+        self.barred.pop(job_id, None)
+        self._choosy.pop(job_id, None)
+        self._undecided.pop(job_id, None)
+
+    def _add(self, state: State, job: StateJob, now_ms: int) -> None:
+        placed = job.active and all(n in self._nodes for n in job.parts)
+        if placed:
+            self._add_placed(state, job, now_ms)
+        elif job.state == "queued" and not job.stop and job.not_before_ms <= now_ms:
+            barred = self._barred(state, job)
+            if barred is None:
+                self._add_waiting(state, job, now_ms)
+            else:
+                self.barred[job.id] = barred
+        self._add_remains(state, job, placed)
+
+    def _barred(self, state: State, job: StateJob) -> Refusal | None:
+        """Why a gang does not even take part, whatever is free."""
+        if job.id in state.scratch.poison:
+            return Refusal("policy_error", state.scratch.poison[job.id])
+        if not state.queues.starts(job.spec.queue):
+            return Refusal("queue_held", f"queue {job.spec.queue} is on hold: it takes jobs and starts none")
+        away = [n for n in job.held_nodes if state.nodes[n].status == "lost"]
+        if away:
+            message = f"its ranks may still run on {', '.join(away)}, which cannot be reached, and it says on_disconnect: keep"
+            return Refusal("ranks_may_run", message)
+        models = job.spec.resources.gpu_models
+        if models and job.spec.resources.gpus and not any(_model(n) in models for n in self._nodes.values()):
+            self._choosy[job.id] = None
+            return Refusal("no_such_model", f"no node that is up has a GPU of model {' or '.join(models)}")
+        return None
+
+    def _add_waiting(self, state: State, job: StateJob, now_ms: int) -> None:
+        gang, unit = job.spec.gang, unit_of(job)
+        request = self._request(state, job, now_ms)
+        self._introduce(state, job, job.id, request, count=gang.ranks // unit, least=-(-gang.min_ranks // unit))
+
+    def _add_placed(self, state: State, job: StateJob, now_ms: int) -> None:
+        unit = unit_of(job)
+        request = self._request(state, job, now_ms, anywhere=True)
+        going = job.state == "preempting"
+        rank_state = RankState.RELEASING if going else RankState.RUNNING
+        places: dict[int, tuple[RankState, Place | None]] = {}
+        for node_id, part in job.parts.items():
+            ranks = list(part.ranks.values())
+            for at in range(0, len(ranks), unit):
+                gpus = [g for r in ranks[at : at + unit] for g in r.gpus]
+                places[len(places)] = (rank_state, self._place(node_id, gpus))
+        least = len(places) if job.world_size <= job.spec.gang.min_ranks else -(-job.spec.gang.min_ranks // unit)
+        engine = self._introduce(state, job, job.id, request, count=len(places), least=least, places=places)
+        if job.running_since_ms:
+            engine.started_s_ago = (now_ms - job.running_since_ms) / 1000
+
+    def _add_remains(self, state: State, job: StateJob, placed: bool) -> None:
+        """What the gang holds beyond its present placement: older generations that are still dying."""
+        for node_id in job.held_nodes:
+            if node_id not in self._nodes:
+                continue
+            holding = state.nodes[node_id].holdings[job.id]
+            part = job.parts.get(node_id) if placed else None
+            used = {g for r in part.ranks.values() for g in r.gpus} if part is not None else set()
+            count = len(part.ranks) if part is not None else 0
+            res = job.spec.resources
+            gpus = [g for g in holding.gpus if g not in used and g in self._gpus[node_id]]
+            cpus = holding.cpus_milli - count * res.cpus_milli
+            memory = holding.memory_mib - count * res.memory_mib
+            if gpus or cpus > 0 or memory > 0:
+                request = Request(count=len(gpus), milli=GPU, cpu_milli=max(0, cpus), memory_bytes=max(0, memory) * _MIB)
+                # Nobody can tell when a gang that is kept on a lost node, or restarts, gives its place up.
+                kind = RankState.RELEASING if holding.leaving_since else RankState.STUCK
+                places: dict[int, tuple[RankState, Place | None]] = {0: (kind, self._place(node_id, gpus))}
+                self._introduce(state, job, f"{job.id}@{node_id}", self.world.intern(request), count=1, least=0, places=places)
+
+    def _introduce(
+        self, state: State, job: StateJob, name: str, request: Request, *, count: int, least: int,
+        places: dict[int, tuple[RankState, Place | None]] | None = None,
+    ) -> Job:  # fmt: skip
+        podset = Podset("ranks", least)
+        root = PodsetGroup("", None, [podset])
+        spec = job.spec
+        engine = Job(
+            name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=spec.priority, preemptible=spec.preemptible, order=job.number,
+            root=root,
+        )  # fmt: skip
+        engine.constraint = self._constraint(job)
+        for index in range(count):
+            rank = Rank(engine, index, f"{name}-{index:06d}", request, None)
+            rank.podset = podset
+            engine.ranks.append(rank)
+            podset.ranks.append(rank)
+        self.world.add_job(engine, places)
+        self._names.setdefault(job.id, []).append(name)
+        return engine
+
+    def _constraint(self, job: StateJob) -> Constraint | None:
+        """Keep a gang on one GPU model where the cluster has several: its slowest device sets its pace."""
+        several = len({spec.labels[_MODEL_LABEL] for n, spec in self._specs.items() if n in self._nodes and spec.gpus}) > 1
+        if several and job.spec.resources.gpus and job.spec.gang.ranks > 1 and job.state == "queued":
+            return Constraint(_MODELS, "", _MODEL_LABEL)
+        return None
+
+    def _request(self, state: State, job: StateJob, now_ms: int, anywhere: bool = False) -> Request:
+        res, unit = job.spec.resources, unit_of(job)
+        nodes = None if anywhere else self._allowed(job, now_ms)
+        if nodes is not None:
+            self._choosy[job.id] = None
+        apart = None
+        if unit > 1 and not anywhere and self._could_share(unit, res.gpus):
+            apart = Affinity((("gangline/gang", job.id),), repel="hostname")
+        request = Request(
+            count=unit * res.gpus, milli=GPU, cpu_milli=unit * res.cpus_milli, memory_bytes=unit * res.memory_mib * _MIB,
+            nodes=nodes, affinity=apart,
+        )  # fmt: skip
+        return self.world.intern(request)
+
+    def _could_share(self, unit: int, gpus: int) -> bool:
+        """Whether some node could take two units of a gang, which are to be on different nodes."""
+        return not gpus or any(spec.gpus >= 2 * unit * gpus for n, spec in self._specs.items() if n in self._nodes)
+
+    def _allowed(self, job: StateJob, now_ms: int) -> tuple[str, ...] | None:
+        models = self._models(job)
+        avoid = {n for n, until in job.avoid.items() if until > now_ms}
+        if not models and not avoid:
+            return None
+        return tuple(sorted(n for n, node in self._nodes.items() if n not in avoid and (not models or _model(node) in models)))
+
+    def _models(self, job: StateJob) -> tuple[str, ...]:
+        """The first model of the job's list of which enough is free for the whole gang; all of them while there is none."""
+        res = job.spec.resources
+        models = res.gpu_models if res.gpus else ()
+        if len(models) < 2:
+            return models
+        self._undecided[job.id] = None
+        need = job.spec.gang.ranks * res.gpus
+        for model in models:
+            free = sum(n.now_mask.bit_count() for n in self.world.nodes if n.pods_idle > 0 and n.spec.labels[_MODEL_LABEL] == model)
+            if free >= need:
+                return (model,)
+        return models
+
+    def _place(self, node_id: str, gpus: Iterable[int]) -> Place:
+        positions = {g: at for at, g in enumerate(self._gpus[node_id])}
+        devices = tuple(sorted(positions[g] for g in gpus if g in positions))
+        return Place(self.world.node_by_name[node_id], devices, GPU)
+
+    # ---------------------------------------------------------------- what a session's places mean
+
+    def parts(self, job: StateJob, places: list[Place]) -> tuple[PlacedPart, ...]:
+        """Return the placement of a gang whose units got these places: ranks ascend through the nodes in order of their names."""
+        per_rank = job.spec.resources.gpus
+        unit = unit_of(job)
+        by_node: dict[str, list[Place]] = {}
+        for place in places:
+            by_node.setdefault(place.node.name, []).append(place)
+        parts: list[PlacedPart] = []
+        number = 0
+        for node_id in sorted(by_node):
+            gpus = sorted(self._gpus[node_id][d] for place in by_node[node_id] for d in place.devices)
+            count = unit * len(by_node[node_id])
+            ranks = tuple(PlacedRank(number + i, tuple(gpus[i * per_rank : (i + 1) * per_rank])) for i in range(count))
+            parts.append(PlacedPart(node_id, ranks))
+            number += count
+        return tuple(parts)
+
+
+def unit_of(job: StateJob) -> int:
+    """Ranks that are placed together."""
+    return job.spec.gang.ranks_per_node or 1
+
+
+def _model(node: StateNode) -> str:
+    return node.registration.gpus[0].model if node.registration.gpus else ""
+
+
+def _queue_specs(tree: QueueTree) -> list[QueueSpec]:
+    order: dict[str, int] = {}
+    out = []
+    for spec in tree.specs.values():
+        order[spec.parent] = order.get(spec.parent, -1) + 1
+        out.append(_queue_spec(spec, order[spec.parent], tree.declared))
+    return out
+
+
+def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
+    def vector(amounts: object) -> tuple[int, int, int]:
+        gpus, cpus, memory = (getattr(amounts, f) for f in ("gpus_milli", "cpus_milli", "memory_mib"))
+        return (
+            UNLIMITED if gpus is None else gpus, UNLIMITED if cpus is None else cpus, UNLIMITED if memory is None else memory * _MIB,
+        )  # fmt: skip
+
+    weight = spec.over_quota_weight
+    return QueueSpec(
+        spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
+        weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
+        reclaim_min_runtime_s=spec.reclaim_min_runtime_s,
+    )  # fmt: skip

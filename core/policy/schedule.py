@@ -1,0 +1,158 @@
+"""The passes, run on the mirror of the state: what they decide, as events.
+
+    state ─▶ mirror ─▶ allocate, consolidate, reclaim, preempt ─▶ gang_placed, gang_preempting, gangs_deferred
+
+A gang that has to make room is asked to leave (`gang_preempting`), with its own grace; it is queued again when it has left, and then competes
+for a place in the order of the queues. The gang that it makes room for keeps its reservation from session to session, since everything that
+is leaving may be reserved, in order. Gangs are placed whole by construction, so there are no stale ones to evict.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from gangline.core.model import events as ev
+from gangline.core.model.state import State
+from gangline.core.policy import gangs
+from gangline.core.policy.mirror import Mirror
+from gangline.core.policy.nodes import Place
+from gangline.core.policy.refusals import Refusal
+from gangline.core.policy.report import Action, Decisions
+from gangline.core.policy.session import run_session
+
+_PASSES: tuple[Action, ...] = ("allocate", "consolidate", "reclaim", "preempt")
+#: why a gang is asked to leave, by the pass that needs its place
+_CAUSES: dict[Action, str] = {"consolidate": "consolidated", "reclaim": "reclaimed", "preempt": "preempted"}
+#: jobs named in one gangs_deferred event, which keeps the event small
+_DEFERRED_TOGETHER = 500
+#: jobs that the rules trip over in one cycle, at most; more than that is no fault of jobs
+_POISON_TRIES = 8
+
+
+def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
+    """Return what the passes decide now: placements, gangs asked to leave, and a reason for every gang that waits where it has changed."""
+    if not state.scratch.queue_dirty:
+        return []
+    state.scratch.queue_dirty = False
+    mirror = state.scratch.mirror
+    if not isinstance(mirror, Mirror):
+        mirror = state.scratch.mirror = Mirror()
+        state.scratch.everything_moved = True
+    for _ in range(_POISON_TRIES):
+        try:
+            mirror.sync(state, now_ms)
+            waiting = mirror.world.waiting_groups()
+            decisions = run_session(mirror.world, _PASSES, mirror.placer) if waiting else Decisions()
+            events = _events(state, mirror, decisions, now_ms)
+            mirror.take_back()
+            return events
+        except Exception as e:  # noqa: BLE001 - a job that the rules trip over must not stop all the others
+            culprit = _blamed(e.__traceback__)
+            state.scratch.faults[culprit or "policy"] = f"{type(e).__name__}: {e}"
+            state.scratch.everything_moved = True
+            if not culprit:
+                return []
+            state.scratch.poison[culprit] = f"the scheduler's rules failed on this job: {type(e).__name__}: {e}"
+    return []
+
+
+def _blamed(traceback: TracebackType | None) -> str:
+    """Return the job that was being looked at when the rules failed, "" when nothing says so."""
+    found = ""
+    while traceback is not None:
+        for value in traceback.tb_frame.f_locals.values():
+            if isinstance(value, gangs.Job):
+                found = value.name.partition("@")[0]
+        traceback = traceback.tb_next
+    return found
+
+
+def _events(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
+    placed = _placed(state, mirror, decisions)
+    return [*placed, *_evicted(state, decisions, now_ms), *_deferred(state, mirror, decisions)]
+
+
+def _placed(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
+    places: dict[str, list[Place]] = {}
+    for p in decisions.placements:
+        places.setdefault(p.rank.job.name, []).append(p.place)
+    out: list[ev.LogEvent] = []
+    for job_id, found in places.items():
+        job = state.jobs[job_id]
+        why = "first in order that fits" if job.restart is None else f"placed again after {job.restart.cause}"
+        out.append(ev.GangPlaced(job=job_id, generation=job.generation + 1, parts=mirror.parts(job, found), reason=why))
+    return out
+
+
+def _evicted(state: State, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
+    """Whole gangs: what is left of one that lost ranks could not go on as it is."""
+    causes = {e.rank.job.name: (e.action, e.beneficiary) for e in reversed(decisions.evictions)}
+    out: list[ev.LogEvent] = []
+    for job_id, (action, beneficiary) in causes.items():
+        job = state.jobs[job_id]
+        cause, message = _CAUSES[action], f"makes room for {_called(state, beneficiary)}"
+        if job.state == "restarting":
+            out.append(
+                ev.GangRequeued(job=job_id, generation=job.generation, cause=cause, failure_class="infrastructure", message=message)
+            )
+        else:
+            grace_s = job.spec.preemption.grace_s
+            deadline_ms = int(now_ms + grace_s * 1000)
+            out.append(
+                ev.GangPreempting(
+                    job=job_id, generation=job.generation, cause=cause, message=message, deadline_ms=deadline_ms, grace_s=grace_s
+                )
+            )
+    return out
+
+
+def _called(state: State, job_id: str) -> str:
+    job = state.jobs.get(job_id)
+    return f"{job.spec.name} ({job_id})" if job is not None and job.spec.name else job_id
+
+
+def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
+    """A reason is written when its code changes; numbers alone that change do not make an event."""
+    groups: dict[tuple[str, str], tuple[Refusal, list[str]]] = {}
+    for names, why in _reasons(mirror, decisions):
+        for name in names:
+            job = state.jobs.get(name)
+            if job is not None and job.state == "queued" and (job.deferral is None or job.deferral.code != why.code):
+                groups.setdefault((why.code, why.message), (why, []))[1].append(name)
+    out: list[ev.LogEvent] = []
+    for why, jobs in groups.values():
+        for at in range(0, len(jobs), _DEFERRED_TOGETHER):
+            some = tuple(jobs[at : at + _DEFERRED_TOGETHER])
+            out.append(ev.GangsDeferred(jobs=some, code=why.code, message=why.message, need=_plain(why.need), have=_plain(why.have)))
+    return out
+
+
+def _reasons(mirror: Mirror, decisions: Decisions) -> list[tuple[list[str], Refusal]]:
+    reasons: list[tuple[list[str], Refusal]] = [([job], why) for job, why in mirror.barred.items()]
+    # An elastic gang may be placed and still have reservations, for ranks beyond its minimum; they are for those that know how to grow.
+    placed = {p.rank.job.name for p in decisions.placements}
+    nodes: dict[str, dict[str, None]] = {}
+    for r in decisions.reservations:
+        if not r.moved and r.rank.job.name not in placed:
+            nodes.setdefault(r.rank.job.name, {})[r.place.node.name] = None
+    for job, names in nodes.items():
+        where = ", ".join(sorted(names)[:4]) + (" and others" if len(names) > 4 else "")
+        reasons.append(([job], Refusal("reserved", f"has its place on {where} as soon as what is leaving it has left")))
+    return reasons + [([j.name for j in jobs], why) for jobs, why in decisions.refusals]
+
+
+def _plain(amounts: dict[str, int]) -> dict[str, int]:
+    """Amounts as the log has them: whole GPUs where they are whole, CPUs in thousandths, memory in MiB."""
+    out: dict[str, int] = {}
+    for name, amount in amounts.items():
+        if name == "gpu":
+            out["gpus" if amount % 1000 == 0 else "gpus_milli"] = amount // 1000 if amount % 1000 == 0 else amount
+        elif name == "cpu":
+            out["cpus_milli"] = amount
+        elif name == "memory":
+            out["memory_mib"] = amount >> 20
+        else:
+            out[name] = amount
+    return out
+
+
