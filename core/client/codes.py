@@ -206,6 +206,61 @@ CODES: dict[str, tuple[str, str, str]] = {
         "A node that ran it cannot be reached, and the job says on_disconnect: keep: a second copy must not run.",
         "Bring the node back, or say that it is dead: POST /v1/nodes/NODE:confirm_dead.",
     ),
+    "reserved": (
+        "has its place as soon as others have left it",
+        "Ranks that are leaving still hold what this gang will get; nobody else is given it meanwhile.",
+        "Wait. What leaves has the grace of its own job file.",
+    ),
+    "queue_held": (
+        "the queue is on hold",
+        "The queue, or one above it, takes jobs and starts none.",
+        "`gangline queues` shows it; who declared the queues can open it.",
+    ),
+    "over_limit": (
+        "over the limit of the queue",
+        "With this gang, its queue or one above it would hold more than its limit.",
+        "Wait until others of the queue have ended, or have the limit raised.",
+    ),
+    "over_quota": (
+        "over the quota of the queue",
+        "Work that cannot be preempted may only use quota, and what is left of it is too little.",
+        "Submit it with preemptible: true, wait until others have ended, or have the quota raised.",
+    ),
+    "ranks_may_run": (
+        "its ranks may still run elsewhere",
+        "A node that cannot be reached may still run it, and the job says on_disconnect: keep.",
+        "Bring the node back, or say `confirm_dead` when it is certainly off.",
+    ),
+    "no_domain_fits": (
+        "no single domain of the topology has room",
+        "All ranks must be in one domain of the level that the job requires, and none has room for all of them.",
+        "Wait, ask for fewer ranks, or require a coarser level.",
+    ),
+    "unknown_topology": (
+        "no such topology or level",
+        "The job asks to be placed by a topology, or a level of it, that the cluster does not have.",
+        "Correct the job file.",
+    ),
+    "no_node_allowed": (
+        "no node that it may use",
+        "It may only run on certain nodes (by GPU model, or because others failed to prepare it lately), and none of them takes new ranks.",
+        "`gangline nodes` shows them; nodes that failed to prepare it are tried again after a minute.",
+    ),
+    "no_such_device": (
+        "no node gives such devices",
+        "No node gives devices in the way in which they are asked for.",
+        "`gangline nodes` shows what there is.",
+    ),
+    "gang_incomplete": (
+        "too few of its ranks can still run",
+        "So many of the gang's ranks are gone for good that its minimum cannot be reached.",
+        "Stop the job and submit it again.",
+    ),
+    "no_victims": (
+        "nothing may be evicted for it",
+        "It does not fit, and no work that it may displace would make enough room.",
+        "Wait, raise its priority within the queue, or ask for less.",
+    ),
     "policy_error": (
         "the scheduler's rules failed on this job",
         "A fault in the scheduler met this job; others are not affected. The scheduler's own log has the details.",
