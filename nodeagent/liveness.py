@@ -80,6 +80,8 @@ class Liveness:
         self.connected = False
         self.renewals = 0
         self.failures = 0
+        #: called when the fence that had fallen stands again: what was held back may start
+        self.on_unfenced: Callable[[], None] = lambda: None
         #: how often this agent has set out to register
         self.sessions = 0
         self._again = asyncio.Event()
@@ -169,4 +171,7 @@ class Liveness:
 
     def _granted(self, asked_at: float, ttl_s: float) -> None:
         self.renewals += 1
+        fallen = boottime() >= self._fence.deadline
         self._fence.extend(asked_at + ttl_s - margin(ttl_s))
+        if fallen:
+            self.on_unfenced()

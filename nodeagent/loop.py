@@ -88,6 +88,7 @@ class Agent:
         self._liveness = Liveness(
             store, self._registration, fence, ttl_s=settings.lease_ttl_s, ask=self._ask, registered=self._registered, log=log
         )
+        self._liveness.on_unfenced = self._look.set
         self._register_metrics(telemetry)
 
     def stop(self) -> None:
@@ -192,7 +193,7 @@ class Agent:
         return f"{self._nonce}.{self._liveness.sessions}"
 
     def _is_fenced(self) -> bool:
-        """Whether the lease may have ended: then nothing new is started until it is renewed, which looks again."""
+        """Whether the lease may have ended: then nothing new is started until it is renewed, which looks again (`on_unfenced`)."""
         return boottime() >= self._fence.deadline
 
     # ---------------------------------------------------------------- what is

@@ -245,7 +245,10 @@ class SimNode:
 
     def _granted(self, asked: float, ttl_s: float) -> None:
         self._renewals += 1
+        fallen = self.loop.time() >= self.fence
         self._extend(asked + ttl_s - margin(ttl_s))
+        if fallen:
+            self._look.set()
 
     async def _watch(self) -> None:
         while True:
