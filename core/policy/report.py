@@ -60,7 +60,9 @@ class Decisions:
 class Notes:
     """What the passes note down for the report."""
 
-    def __init__(self) -> None:
+    def __init__(self, barred: dict[Job, None] | None = None) -> None:
+        #: jobs for which nobody is evicted in this session
+        self.barred = barred or {}
         self.refusals: dict[Job, Refusal] = {}
         self.skipped: list[tuple[list[Job], Refusal]] = []
         self.causes: dict[Rank, tuple[Action, str]] = {}

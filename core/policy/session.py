@@ -2,8 +2,9 @@
 
     world ─▶ fair shares ─▶ allocate ─▶ consolidate ─▶ reclaim ─▶ preempt ─▶ evict stale gangs ─▶ Decisions
 
-Each pass sees what those before it have decided. The world keeps the decisions until the caller settles it (`World.settle`) or takes them
-back (`World.rollback(0)`). Time is in the jobs, as seconds before the session; nothing here reads a clock.
+Each pass sees what those before it have decided. Evictions that would be in vain are not made (preview.py). The world keeps the decisions
+until the caller settles it (`World.settle`) or takes them back (`World.rollback(0)`). Time is in the jobs, as seconds before the session;
+nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -13,24 +14,43 @@ from collections.abc import Sequence
 from gangline.core.policy import fairshare, refusals
 from gangline.core.policy.allocate import allocate
 from gangline.core.policy.consolidate import consolidate
-from gangline.core.policy.gangs import RankState
+from gangline.core.policy.gangs import Job, RankState
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.preempt import preempt
+from gangline.core.policy.preview import in_vain
 from gangline.core.policy.reclaim import reclaim
 from gangline.core.policy.report import ACTIONS, Action, Decisions, Eviction, Notes, Placement, Reservation
 from gangline.core.policy.stale import evict_stale_gangs
 from gangline.core.policy.world import World
+
+#: how often a session is run again without the jobs for which evictions would be in vain; after that it evicts for nobody
+_TRIES = 4
 
 
 def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Placer | None = None) -> Decisions:
     """Run the passes and return what they decided. A caller that keeps its world keeps the placer too, for its index of nodes."""
     placer = placer or Placer(world)
     placer.begin()
-    notes = Notes()
     if world.options.quotas:
         fairshare.set_fair_shares(world)
     else:
         fairshare.no_fair_shares(world)
+    start = world.checkpoint()
+    barred: dict[Job, None] = {}
+    for _ in range(_TRIES):
+        notes = Notes(barred)
+        _run(world, actions, placer, notes)
+        vain = in_vain(world, placer, notes)
+        if not vain:
+            return _decisions(world, notes)
+        world.rollback(start)
+        barred |= dict.fromkeys(vain)
+    notes = Notes(barred)
+    _run(world, [a for a in actions if a in ("allocate", "evict-stale-gangs")], placer, notes)
+    return _decisions(world, notes)
+
+
+def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) -> None:
     for action in actions:
         if action == "allocate":
             allocate(world, placer, notes)
@@ -42,7 +62,6 @@ def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Place
             preempt(world, placer, notes)
         else:
             evict_stale_gangs(world, notes)
-    return _decisions(world, notes)
 
 
 def _decisions(world: World, notes: Notes) -> Decisions:

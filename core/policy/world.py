@@ -277,10 +277,24 @@ class World:
         else:
             self.evict(rank)
 
+    def vanish(self, rank: Rank) -> None:
+        """Suppose that a rank that was evicted has gone: it waits again, as one does whose reservation was withdrawn."""
+        assert put_back(rank), f"vanish {rank.name}: it is {rank.state.name}"
+        self._journal.append(("vanish", rank, rank.state, rank.place, rank.charged))
+        if rank.state is RankState.EVICTED and rank.place is not None:
+            self._take(rank, rank.place, 1, 0)
+            rank.place = None
+            rank.job.queue.waiting = add(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
+        rank.state = RankState.PENDING
+        self._changed[rank.job] = None
+
     def rollback(self, checkpoint: int) -> None:
         """Undo everything since the checkpoint, the last change first."""
         while len(self._journal) > checkpoint:
             what, rank, state, place, charged = self._journal.pop()
+            if what == "vanish":
+                self._unvanish(rank, state, place)
+                continue
             if what == "bind":
                 assert rank.place is not None
                 self._take(rank, rank.place, 1, 1)
@@ -299,6 +313,14 @@ class World:
             self._count(rank, 1 if what in ("evict", "withdraw") else -1)
             rank.state = state
             self._charge(rank, charged)
+
+    def _unvanish(self, rank: Rank, state: RankState, place: Place | None) -> None:
+        rank.state = state
+        if state is RankState.EVICTED and place is not None:
+            rank.place = place
+            self._take(rank, place, -1, 0)
+            rank.job.queue.waiting = subtract(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
+        self._changed[rank.job] = None
 
     def changes(self, checkpoint: int = 0) -> list[Rank]:
         """Return the ranks that were changed since the checkpoint, each once, in order of their first change."""

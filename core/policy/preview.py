@@ -1,0 +1,43 @@
+"""Would the room that evictions make go to those for whom it is made?
+
+A reservation is not remembered from one session to the next: when the victims have left, everybody who waits competes for the room in the order
+of that day, the victims too. If somebody else would get it, the evictions are in vain, and the next session would evict anew, and so on for
+ever. So before a session with evictions ends, the allocation of the next one is played through, as if all that it evicts had left. Jobs that
+would not get what they have a reservation for now evict nobody: the session is run again without them.
+"""
+
+from __future__ import annotations
+
+from gangline.core.policy import fairshare
+from gangline.core.policy.allocate import allocate
+from gangline.core.policy.gangs import Job, RankState
+from gangline.core.policy.placing import Placer
+from gangline.core.policy.report import Notes
+from gangline.core.policy.world import World
+
+
+def in_vain(world: World, placer: Placer, notes: Notes) -> list[Job]:
+    """Return the jobs for which evictions of this session would be in vain, or would cost one its place who was to be moved only."""
+    changed = world.changes()
+    beneficiaries = {b: None for rank in changed if rank in notes.causes for b in [notes.causes[rank][1]] if b}
+    if not beneficiaries:
+        return []
+    moved = [(r.job, notes.causes[r][1]) for r in changed if r.state is RankState.EVICTED and r.reservation is not None]
+    had = {job: job.active for job in [*(world.jobs[b] for b in beneficiaries), *(j for j, _ in moved)]}
+    shares = [(q, q.fair_share) for q in world.queues.values()]
+    mark = world.checkpoint()
+    for rank in changed:
+        if rank.reservation is not None:
+            world.withdraw(rank)
+        if rank.state in (RankState.EVICTED, RankState.WITHDRAWN):
+            world.vanish(rank)
+    if world.options.quotas:
+        fairshare.set_fair_shares(world)
+    allocate(world, placer, Notes())
+    worse = {job: None for job, active in had.items() if job.active < active}
+    world.rollback(mark)
+    for queue, share in shares:
+        queue.set_fair_share(share)
+    out = {world.jobs[b]: None for b in beneficiaries if world.jobs[b] in worse}
+    out |= {world.jobs[b]: None for job, b in moved if job in worse}
+    return list(out)
