@@ -62,6 +62,14 @@ class RankOnDisk(msgspec.Struct):
     pid_start: int = 0
 
 
+def _rank_in(data: bytes) -> RankOnDisk | None:
+    """Return what a status file says. It has the same line twice, so that one is whole while the other is being written."""
+    for line in data.splitlines():
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(line, type=RankOnDisk)
+    return None
+
+
 class Layout:
     """The state directory."""
 
@@ -125,9 +133,9 @@ class Layout:
         """Return the ranks of all nodes that were started since boot."""
         found = []
         for path in self.root.glob("n*/runs/*/*/rank-*.status"):
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                rank = msgspec.json.decode(path.read_bytes(), type=RankOnDisk)
-                if rank.boot_id == boot and (is_alive(rank.supervisor, rank.supervisor_start) or is_alive(rank.pid, rank.pid_start)):
+            with contextlib.suppress(OSError):
+                rank = _rank_in(path.read_bytes())
+                if rank is not None and rank.boot_id == boot and (is_alive(rank.supervisor, rank.supervisor_start) or is_alive(rank.pid, rank.pid_start)):
                     found.append(rank)
         return found
 
