@@ -86,6 +86,11 @@ class NodeIndex:
         else:
             self._sharers.pop(at, None)
 
+    def room_for(self, devices: int) -> int:
+        """Return how many ranks with so many whole devices the nodes have devices for, when what is leaving has left."""
+        self.sync()
+        return sum(bucket[2] // devices * len(some) for bucket, some in self._buckets.items())
+
     def fullest(self, devices: int, now: bool) -> Iterator[Node]:
         """Return the nodes with so many devices free, now or later: the fullest first, then by name."""
         self.sync()

@@ -22,7 +22,7 @@ picked next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -68,10 +68,13 @@ class _Entry:
     """What a leaf offers next: one job, or the next one of a group of jobs that are placed alike."""
 
     job: Job
-    vector: Vector
+    #: what it asks for, or would give up; None: not worked out yet
+    vector: Vector | None
     signature: Signature | None = None
     group: Group = field(default_factory=list)
     at: int = 0
+    #: works out the vector of a job of the group; None: the job has nothing to give
+    sizes: Callable[[Job], Vector | None] | None = None
 
 
 class JobOrder:
@@ -97,6 +100,10 @@ class JobOrder:
     def push_group(self, queue: Queue, signature: Signature, group: Group, vector: Vector) -> None:
         """Add jobs that wait in one queue and are placed alike."""
         self._push(queue, group[0][0], _Entry(group[0][1], vector, signature, group))
+
+    def push_sorted(self, queue: Queue, group: Group, sizes: Callable[[Job], Vector | None]) -> None:
+        """Add many jobs of one queue, in their order; what each asks for is worked out when its turn comes."""
+        self._push(queue, group[0][0], _Entry(group[0][1], None, None, group, 0, sizes))
 
     def _push(self, queue: Queue, key: JobKey, entry: _Entry) -> None:
         self._count += 1
@@ -132,10 +139,14 @@ class JobOrder:
             queue = below
         entry = heappop(self._leaves[queue])[2]
         self._stale[queue] = None
-        if entry.signature is not None and entry.at + 1 < len(entry.group):
-            key, job = entry.group[entry.at + 1]
-            self._push(queue, key, _Entry(job, entry.vector, entry.signature, entry.group, entry.at + 1))
+        self._push_next(queue, entry)
         return entry.job, entry.signature
+
+    def _push_next(self, queue: Queue, entry: _Entry) -> None:
+        if entry.at + 1 < len(entry.group):
+            key, job = entry.group[entry.at + 1]
+            vector = None if entry.sizes else entry.vector
+            self._push(queue, key, _Entry(job, vector, entry.signature, entry.group, entry.at + 1, entry.sizes))
 
     def _first(self, parent: Queue | None) -> Queue | None:
         heap = self._nodes.get(parent, [])
@@ -156,6 +167,12 @@ class JobOrder:
         heap = self._leaves[queue]
         while heap:
             entry = heap[0][2]
+            if entry.vector is None and entry.sizes is not None:
+                entry.vector = entry.sizes(entry.job)
+            if entry.vector is None:
+                heappop(heap)
+                self._push_next(queue, entry)
+                continue
             refusal = self._refusal_of(queue, entry)
             if refusal is None:
                 return entry.vector
@@ -227,11 +244,17 @@ def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) 
     """Return what may be given up, first what should go first. Of protected jobs only the surplus is offered."""
     order = JobOrder(world, reverse=True)
     slices: dict[Job, list[Slice]] = {}
+
+    def first(job: Job) -> Vector | None:
+        found = slices[job] = _slices(job, job in protected)[::-1]
+        return found[-1].vector if found else None
+
+    by_queue: dict[Queue, Group] = {}
     for job in jobs:
-        found = _slices(job, job in protected)
-        if found:
-            slices[job] = found[::-1]
-            order.push(job, found[0].vector)
+        by_queue.setdefault(job.queue, []).append((world.job_key(job), job))
+    for queue, group in by_queue.items():
+        group.sort(key=lambda entry: entry[0], reverse=True)
+        order.push_sorted(queue, group, first)
     while (popped := order.pop()) is not None:
         job = popped[0]
         left = slices[job]

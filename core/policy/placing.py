@@ -40,7 +40,7 @@ class Placer:
         self.index.forget_touched()
 
     def place(self, job: Job, chunk: list[Rank], reserve_only: bool) -> bool:
-        """Place all ranks of the chunk, or leave the world as it is and set `refusal`."""
+        """Place all ranks of the chunk, or leave the world as it is and, unless only reservations are wanted, set `refusal`."""
         self.refusal = None
         task = _Task(dict.fromkeys(chunk), reserve_only)
         mark = self._world.checkpoint()
@@ -73,7 +73,7 @@ class Placer:
                 self.refusal = None
                 return True
             self._world.rollback(mark)
-        if self.refusal is None:
+        if self.refusal is None and not task.reserve_only:
             self.refusal = refusals.does_not_fit(self._world, ranks[0], ranks, [n for index in tiers for n in index.nodes])
         return False
 
@@ -97,8 +97,9 @@ class Placer:
             else:
                 self._world.bind(rank, place)
             return True
-        nodes = [n for index in tiers for n in index.nodes]
-        self.refusal = self.refusal or refusals.does_not_fit(self._world, rank, ranks, nodes)
+        if self.refusal is None and not task.reserve_only:
+            nodes = self._world.nodes if tiers == [self.index] else [n for index in tiers for n in index.nodes]
+            self.refusal = refusals.does_not_fit(self._world, rank, ranks, nodes)
         return False
 
 

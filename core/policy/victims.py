@@ -26,7 +26,6 @@ from gangline.core.policy.nodes import Node
 from gangline.core.policy.order import JobOrder, Slice
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.requests import Vector
-from gangline.core.policy.scoring import best_place
 from gangline.core.policy.world import World
 
 #: what would be lost, (job, vector) in victim order, and what the preemptor asks for → whether the pass agrees
@@ -47,8 +46,6 @@ class VictimSearch:
         self._slices: list[Slice] = []
         self._budget = world.options.simulations
         self._size = 0
-        #: a lone rank of the part in question fits somewhere already, so that any eviction might open a gate
-        self._fits = False
 
     def run(self, chunk: list[Rank]) -> bool:
         """Find victims for the whole chunk. On success the world has them evicted and all reservations made; else it is unchanged."""
@@ -75,31 +72,36 @@ class VictimSearch:
         whole = len(part) == self._size
         if (recorded or not whole) and self._simulate(part, recorded):
             return self._used(recorded)
-        self._fits = best_place(self._world, part[0], self._placer.index) is not None
+        gain = _Gain(part, recorded, self._placer)
         used = {id(s) for s in recorded}
         on_node: dict[Node, list[Slice]] = {}
-        before: list[Slice] = []
+        seen = _Seen()
         for step in self._all_slices():
             if id(step) in used:
                 continue
-            before.append(step)
+            seen.add(step)
             for node in dict.fromkeys(_where(r) for r in step.ranks):
                 on_node.setdefault(node, []).append(step)
-                chosen = _whole_gangs(on_node[node], before)
-                if self._hopeless(node, chosen, part, recorded):
-                    continue
-                if self._simulate(part, [*recorded, *chosen]):
+                chosen = seen.whole(on_node[node])
+                if gain.enough(chosen) and self._simulate(part, [*recorded, *chosen]):
                     return self._used([*recorded, *chosen])
-        return self._spread(part, recorded, before) if len(on_node) > 1 else None
-
-    def _spread(self, part: list[Rank], recorded: list[Slice], slices: list[Slice]) -> list[Slice] | None:
-        """Sets over several nodes: more and more of the slices, in order."""
-        for end in range(2, len(slices) + 1):
             if self._budget <= 0:
                 return None
-            chosen = [*recorded, *slices[:end]]
-            if self._simulate(part, chosen):
-                return self._used(chosen)
+        return self._spread(part, recorded, seen, gain) if len(on_node) > 1 else None
+
+    def _spread(self, part: list[Rank], recorded: list[Slice], seen: _Seen, gain: _Gain) -> list[Slice] | None:
+        """Sets over several nodes: more and more of the slices, in order; first only those on nodes that have room for one rank more then."""
+        slices = seen.slices
+        gain.start()
+        for end in range(1, len(slices) + 1):
+            if self._budget <= 0:
+                return None
+            if not gain.add(slices[end - 1]):
+                continue
+            useful = seen.whole([s for s in slices[:end] if any(gain.helps(_where(r)) for r in s.ranks)])
+            for chosen in [useful, slices[:end]] if len(useful) < end else [useful]:
+                if self._simulate(part, [*recorded, *chosen]):
+                    return self._used([*recorded, *chosen])
         return None
 
     def _all_slices(self) -> Iterator[Slice]:
@@ -107,19 +109,6 @@ class VictimSearch:
         for step in self._offered:
             self._slices.append(step)
             yield step
-
-    def _hopeless(self, node: Node, chosen: list[Slice], part: list[Rank], recorded: list[Slice]) -> bool:
-        """Whether a lone rank that wants whole devices cannot fit on the node even with the victims there gone, nor elsewhere."""
-        request = part[0].request
-        if len(part) > 1 or recorded or self._fits or not request.whole:
-            return False
-        freed = 0
-        for step in chosen:
-            for rank in step.ranks:
-                place = rank.reservation or rank.place
-                if place is not None and place.node is node:
-                    freed += len(place.devices)
-        return node.later_mask.bit_count() + freed < request.count
 
     def _used(self, slices: list[Slice]) -> list[Slice]:
         return [s for s in slices if any(r.state in _GIVEN_UP for r in s.ranks)]
@@ -179,14 +168,94 @@ class VictimSearch:
         return evicted and self._validate(lost, vector)
 
 
+class _Gain:
+    """Counts how many ranks could have devices if victims left, to simulate only what can succeed at all.
+
+    It counts if all ranks of the part want the same number of whole devices; else everything is worth a simulation.
+    """
+
+    def __init__(self, part: list[Rank], recorded: list[Slice], placer: Placer) -> None:
+        request = part[0].request
+        self._devices = request.count if request.whole and all(r.request is request for r in part) else 0
+        self._lacking = 0
+        self._freed: dict[Node, int] = {}
+        self._more: dict[Node, int] = {}
+        self._total = 0
+        if self._devices:
+            self._lacking = len(part) - placer.index.room_for(self._devices)
+            for step in recorded:
+                self._count(step, self._freed)
+            self._lacking -= sum(self._ranks(node, freed) - self._ranks(node, 0) for node, freed in self._freed.items())
+
+    def _count(self, step: Slice, into: dict[Node, int]) -> None:
+        for rank in step.ranks:
+            place = rank.reservation or rank.place
+            if place is not None and place.devices:
+                # a shared device counts as if it became free: that may lead to a simulation too many, never to one too few
+                into[place.node] = into.get(place.node, 0) + len(place.devices)
+
+    def _ranks(self, node: Node, freed: int) -> int:
+        return (node.later_mask.bit_count() + freed) // self._devices
+
+    def _gained(self, node: Node, more: int) -> int:
+        had = self._freed.get(node, 0)
+        return self._ranks(node, had + more) - self._ranks(node, had)
+
+    def enough(self, chosen: list[Slice]) -> bool:
+        """Whether there might be devices for all ranks once these victims have left, besides the recorded ones."""
+        if not self._devices or self._lacking <= 0:
+            return True
+        more: dict[Node, int] = {}
+        for step in chosen:
+            self._count(step, more)
+        return sum(self._gained(node, count) for node, count in more.items()) >= self._lacking
+
+    def start(self) -> None:
+        """Begin to add victims one after another."""
+        self._more = {}
+        self._total = 0
+
+    def add(self, step: Slice) -> bool:
+        """Add victims; whether there might be devices for all ranks now."""
+        if not self._devices:
+            return True
+        fresh: dict[Node, int] = {}
+        self._count(step, fresh)
+        for node, count in fresh.items():
+            had = self._more.get(node, 0)
+            self._total += self._gained(node, had + count) - self._gained(node, had)
+            self._more[node] = had + count
+        return self._total >= self._lacking
+
+    def helps(self, node: Node) -> bool:
+        """Whether the victims on this node make room for at least one rank."""
+        return not self._devices or self._gained(node, self._more.get(node, 0)) > 0
+
+
 def _where(rank: Rank) -> Node:
     place = rank.reservation or rank.place
     assert place is not None, f"{rank.name} is given up and has no place"
     return place.node
 
 
-def _whole_gangs(chosen: list[Slice], before: list[Slice]) -> list[Slice]:
-    """Return the slices, with all earlier ones of the jobs that are given up whole."""
-    whole = {id(s.job) for s in chosen if s.last}
-    picked = {id(s) for s in chosen}
-    return [s for s in before if id(s) in picked or id(s.job) in whole]
+class _Seen:
+    """The slices that were offered so far, to complete sets in which a gang is given up whole."""
+
+    def __init__(self) -> None:
+        self.slices: list[Slice] = []
+        self._at: dict[int, int] = {}
+        self._of_job: dict[Job, list[Slice]] = {}
+
+    def add(self, step: Slice) -> None:
+        """Note the next slice."""
+        self._at[id(step)] = len(self.slices)
+        self.slices.append(step)
+        self._of_job.setdefault(step.job, []).append(step)
+
+    def whole(self, chosen: list[Slice]) -> list[Slice]:
+        """Return the slices, with all others of the jobs that are given up whole, in order."""
+        more = {id(o): o for s in chosen if s.last for o in self._of_job[s.job]}
+        if all(id(s) in more or not s.last for s in chosen) and len(more) == sum(1 for s in chosen if s.last):
+            return chosen
+        more |= {id(s): s for s in chosen}
+        return sorted(more.values(), key=lambda s: self._at[id(s)])
