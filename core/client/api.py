@@ -16,6 +16,8 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 #: seconds without a byte after which a connection counts as dead; a held read may take 30 s
+#: how long a standby may take to know of a write of this client
+OWN_WRITES_WAIT = "5s"
 READ_TIMEOUT_S = 40.0
 CONNECT_TIMEOUT_S = 3.0
 #: how long "nobody leads" is waited out: longer than a leader's lease
@@ -92,6 +94,8 @@ class Client:
             self._headers["Authorization"] = f"Bearer {token}"
         self._on_wait = on_wait
         self._current = 0
+        #: log index of the newest write of this client: what it reads afterwards is at least as new, whichever scheduler answers
+        self._written = 0
         self._connection: http.client.HTTPConnection | None = None
 
     def close(self) -> None:
@@ -178,10 +182,15 @@ class Client:
         raw: bool = False,
     ) -> Answer:
         """Carry out one request, at one endpoint after the other; `patient`: round after round. Raises ApiError or Unreachable."""
+        if method == "GET":
+            query = self._own_writes(path, query)
         target, data = _target(path, query), None if body is None else json.dumps(body, allow_nan=False).encode()
 
         def attempt() -> Answer:
-            return self._round(method, target, data, headers or {}, repeat, raw)
+            answer = self._round(method, target, data, headers or {}, repeat, raw)
+            if method != "GET":
+                self._written = max(self._written, answer.index)
+            return answer
 
         try:
             return attempt()
@@ -207,7 +216,7 @@ class Client:
 
     def stream(self, path: str, query: Query | None = None) -> Iterator[bytes]:
         """Yield the lines of an endless answer as they come; ends when the connection does. Raises ApiError or Unreachable at the start."""
-        target, tried = _target(path, query), []
+        target, tried = _target(path, self._own_writes(path, query)), []
         for url in self._in_turn():
             connection = self._connect(url)
             try:
@@ -228,6 +237,12 @@ class Client:
         raise Unreachable(tried)
 
     # ------------------------------------------------------------ below
+
+    def _own_writes(self, path: str, query: Query | None) -> Query | None:
+        """Have a read wait until the scheduler that answers knows what this client has written."""
+        if not self._written or path == "/v1/health":
+            return query
+        return {"min_index": self._written, "wait": OWN_WRITES_WAIT, **(query or {})}
 
     def _round(self, method: str, target: str, data: bytes | None, headers: Mapping[str, str], repeat: bool, raw: bool) -> Answer:
         """Ask each endpoint once, the one that answered last first."""

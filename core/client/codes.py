@@ -226,11 +226,6 @@ CODES: dict[str, tuple[str, str, str]] = {
         "Work that cannot be preempted may only use quota, and what is left of it is too little.",
         "Submit it with preemptible: true, wait until others have ended, or have the quota raised.",
     ),
-    "ranks_may_run": (
-        "its ranks may still run elsewhere",
-        "A node that cannot be reached may still run it, and the job says on_disconnect: keep.",
-        "Bring the node back, or say `confirm_dead` when it is certainly off.",
-    ),
     "no_domain_fits": (
         "no single domain of the topology has room",
         "All ranks must be in one domain of the level that the job requires, and none has room for all of them.",

@@ -80,14 +80,12 @@ class Cluster:
     def write_status(self, node: str, rank: int, generation: int, supervisor: Identity, process: Identity) -> None:
         folder = self.root / node / "runs" / "j1" / str(generation)
         folder.mkdir(parents=True, exist_ok=True)
-        rankfile.replace(
-            str(folder / rankfile.status_name(rank)),
-            {
-                "job": "j1", "generation": generation, "rank": rank, "gpus": [rank], "boot_id": rankfile.boot_id(),
-                "supervisor": supervisor.pid, "supervisor_start": supervisor.start, "pid": process.pid, "pid_start": process.start,
-                "state": "running", "exit_code": 0, "cause": "", "message": "", "started_at_ms": 1, "exited_at_ms": 0, "dropped_bytes": 0,
-            },
-        )  # fmt: skip
+        status: rankfile.Status = {
+            "job": "j1", "generation": generation, "rank": rank, "gpus": [rank], "boot_id": rankfile.boot_id(),
+            "supervisor": supervisor.pid, "supervisor_start": supervisor.start, "pid": process.pid, "pid_start": process.start,
+            "state": "running", "exit_code": 0, "cause": "", "message": "", "started_at_ms": 1, "exited_at_ms": 0, "dropped_bytes": 0,
+        }  # fmt: skip
+        (folder / rankfile.status_name(rank)).write_bytes((rankfile.encode(status) + b"\n") * 2)
 
     def end(self) -> None:
         below = [p for p, parent in process_table().items() if parent in {c.pid for c in self.children}]

@@ -70,6 +70,10 @@ def _rank_in(data: bytes) -> RankOnDisk | None:
     return None
 
 
+def _lives(rank: RankOnDisk) -> bool:
+    return is_alive(rank.supervisor, rank.supervisor_start) or is_alive(rank.pid, rank.pid_start)
+
+
 class Layout:
     """The state directory."""
 
@@ -135,7 +139,7 @@ class Layout:
         for path in self.root.glob("n*/runs/*/*/rank-*.status"):
             with contextlib.suppress(OSError):
                 rank = _rank_in(path.read_bytes())
-                if rank is not None and rank.boot_id == boot and (is_alive(rank.supervisor, rank.supervisor_start) or is_alive(rank.pid, rank.pid_start)):
+                if rank is not None and rank.boot_id == boot and _lives(rank):
                     found.append(rank)
         return found
 
