@@ -1,8 +1,8 @@
 """The log in the store: one key for each frame, appended by the leader alone, read by all schedulers. DESIGN section 2.
 
-An append is one transaction with two guards: the election key has the create revision that is our token, and the frame's key does not exist.
-So a deposed leader appends nothing, and the log has neither forks nor holes. When an append gets no answer, the very same frame is sent
-again. The answer to that settles the first one too:
+An append is one transaction with three guards: the election key has the create revision that is our token, the frame's key does not exist,
+and that of the frame before it does. So a deposed leader appends nothing, and the log has neither forks nor holes. When an append gets no
+answer, the very same frame is sent again. The answer to that settles the first one too:
 
     applied                          written now, and once: had the first one been applied, the second guard would have failed
     refused, our frame is there      written by an earlier try
@@ -88,6 +88,8 @@ class Log:
         what = f"append at index {index}"
         key = self._keys.frame(index)
         compares = [guard(self._keys, token), Compare(key, "version", "==", 0)]
+        if index > 1:  # truncation never takes the last frame: without it the store has lost something, and a hole would make that lasting
+            compares.append(Compare(self._keys.frame(index - 1), "version", ">", 0))
         try:
             result = await send_until_answered(self._store, compares, [Put(key, data)], [Get(key), Get(self._keys.leader)], what, self._settle_s)
         except OutOfSpace:
@@ -113,6 +115,8 @@ class Log:
         if first is not None and first > index:
             # The successor has truncated the log meanwhile, and what was at our index with it.
             raise Unsettled(f"append at index {index}: the log begins at {first} now, so nobody can tell; stepping down")
+        if seen == token:
+            raise Fenced(f"append at index {index} refused: the frame before it is gone from the store; stepping down", token, seen)
         raise fenced(f"append at index {index}", token, seen)
 
     async def first_index(self) -> int | None:
