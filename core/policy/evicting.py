@@ -33,6 +33,7 @@ def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer
         if offered is not None and offered[0]:
             jobs, protected, validate = offered
             if VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate).run(chunk):
+                notes.served[job] = None
                 for rank in world.changes(mark):
                     if rank.state is RankState.EVICTED:
                         notes.causes[rank] = (action, job.name)

@@ -210,14 +210,16 @@ class Job:
 
     @property
     def standing(self) -> int:
-        """0 below its gang minimum, 1 exactly at it, 2 with surplus."""
-        if self.single is not None:
-            active, least = self.single.active, self.single.min_ranks
-            return 0 if active < least else 1 if active == least else 2
-        if not self.root.satisfied:
-            return 0
-        return 2 if _surplus(self.root, lambda p: p.active) is not None else 1
+        """0 below its gang minimum in some podset, 1 exactly at it in all, 2 with surplus.
 
+        Podsets that their set could do without count as well.
+        """
+        above = False
+        for podset in self.podsets:
+            if podset.active < podset.min_ranks:
+                return 0
+            above = above or podset.active > podset.min_ranks
+        return 2 if above else 1
 
 
 def waiting(rank: Rank) -> bool:

@@ -95,7 +95,7 @@ class Node:
             self.mig_idle[profile] = self.mig_idle.get(profile, 0) + idle * instances
             self.mig_later[profile] = self.mig_later.get(profile, 0) + later * instances
         if request.legacy_mig:
-            self.legacy_mig -= later
+            self.legacy_mig -= idle
         if place.zones:
             numa.take(self.zones, place.zones, idle, later)
 

@@ -18,12 +18,11 @@ from gangline.core.policy.world import World
 
 def in_vain(world: World, placer: Placer, notes: Notes) -> list[Job]:
     """Return the jobs for which evictions of this session would be in vain, or would cost one its place who was to be moved only."""
-    changed = world.changes()
-    beneficiaries = {b: None for rank in changed if rank in notes.causes for b in [notes.causes[rank][1]] if b}
-    if not beneficiaries:
+    if not notes.served:
         return []
-    moved = [(r.job, notes.causes[r][1]) for r in changed if r.state is RankState.EVICTED and r.reservation is not None]
-    had = {job: job.active for job in [*(world.jobs[b] for b in beneficiaries), *(j for j, _ in moved)]}
+    changed = world.changes()
+    moved = [(r.job, world.jobs[notes.causes[r][1]]) for r in changed if r.state is RankState.EVICTED and r.reservation is not None]
+    had = {job: job.active for job in [*notes.served, *(job for job, _ in moved)]}
     shares = [(q, q.fair_share) for q in world.queues.values()]
     mark = world.checkpoint()
     for rank in changed:
@@ -38,6 +37,4 @@ def in_vain(world: World, placer: Placer, notes: Notes) -> list[Job]:
     world.rollback(mark)
     for queue, share in shares:
         queue.set_fair_share(share)
-    out = {world.jobs[b]: None for b in beneficiaries if world.jobs[b] in worse}
-    out |= {world.jobs[b]: None for job, b in moved if job in worse}
-    return list(out)
+    return list(dict.fromkeys([*(job for job in notes.served if job in worse), *(served for job, served in moved if job in worse)]))

@@ -66,3 +66,5 @@ class Notes:
         self.refusals: dict[Job, Refusal] = {}
         self.skipped: list[tuple[list[Job], Refusal]] = []
         self.causes: dict[Rank, tuple[Action, str]] = {}
+        #: jobs for which others were evicted, or lost their reservations
+        self.served: dict[Job, None] = {}

@@ -119,9 +119,10 @@ class World:
 
     def remove_node(self, name: str) -> None:
         """Take a node away. No rank may be on it."""
-        node = self.node_by_name.pop(name)
+        node = self.node_by_name[name]
         if node.pods_idle != node.spec.max_pods or node.pods_later != node.spec.max_pods:
             raise ValueError(f"node {name!r} still has ranks")
+        del self.node_by_name[name]
         self._renumber()
 
     def _renumber(self) -> None:

@@ -52,8 +52,9 @@ class Plan:
 
 @st.composite
 def plans(draw: Any, most_jobs: int = 9) -> Plan:
+    pods = st.sampled_from([110, 3])
     nodes = [
-        NodeSpec(f"n{i}", draw(st.integers(0, 4)), 100, 64_000, 64 << 30, draw(st.sampled_from([110, 3])), {"zone": f"z{i // 3}", "rack": f"r{i % 2}"})
+        NodeSpec(f"n{i}", draw(st.integers(0, 4)), 100, 64_000, 64 << 30, draw(pods), {"zone": f"z{i // 3}", "rack": f"r{i % 2}"})
         for i in range(draw(st.integers(1, 5)))
     ]
     bounds = st.sampled_from([0, GPU, 2 * GPU, 4 * GPU, UNLIMITED])
@@ -156,8 +157,10 @@ def picture(world: World) -> Any:
     """Everything that a rollback must restore."""
     return (
         [
-            (n.cpu_idle, n.cpu_later, n.memory_idle, n.memory_later, n.pods_idle, n.pods_later, n.dev_idle[:], n.dev_later[:])
-            + (n.now_mask, n.later_mask, n.later_milli, sorted(n.sharing.items()))
+            (
+                (n.cpu_idle, n.cpu_later, n.memory_idle, n.memory_later, n.pods_idle, n.pods_later),
+                (n.dev_idle[:], n.dev_later[:], n.now_mask, n.later_mask, n.later_milli, sorted(n.sharing.items())),
+            )
             for n in world.nodes
         ],
         [(q.name, q.allocated, q.nonpreemptible, q.waiting, sorted(j.name for j in q.working)) for q in world.queues.values()],
