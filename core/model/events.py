@@ -16,6 +16,7 @@ import msgspec
 from gangline.core.model.documents import Registration
 from gangline.core.model.queues import QueueSpec
 from gangline.core.model.spec import JobSpec
+from gangline.core.model.topologies import Topology
 
 FailureClass = Literal["application", "infrastructure"]
 Outcome = Literal["succeeded", "failed", "cancelled"]
@@ -343,8 +344,9 @@ class NodeAdministered(LogEvent, frozen=True, kw_only=True, gc=False):
 
 @_event("queues_declared")
 class QueuesDeclared(LogEvent, frozen=True, kw_only=True, gc=False):
-    """The queues are these from now on: the whole tree, every queue after its parent (core/model/queues.py)."""
+    """The queues are these from now on: the whole tree, every queue after its parent (core/model/queues.py). So are the topologies."""
 
     queues: tuple[QueueSpec, ...]
     by: str = ""
     reason: str = ""
+    topologies: tuple[Topology, ...] = ()

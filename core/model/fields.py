@@ -179,6 +179,20 @@ def read_name(reading: Reading, at: str, value: Any) -> str | None:
     return None
 
 
+LABEL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,253}[A-Za-z0-9])?")
+
+
+def read_label(reading: Reading, at: str, value: Any) -> str | None:
+    """Read the name of a node label; an empty one is none."""
+    if type(value) is not str:
+        reading.wrong(at, value, "a text, the name of a node label")
+    elif not value or LABEL.fullmatch(value):
+        return value
+    else:
+        reading.refuse(at, "GL-1105", f"{show(value)} is not the name of a node label: letters, digits, dots, hyphens, slashes, up to 255.")
+    return None
+
+
 def _nearest_name(value: str) -> str:
     guess = re.sub(r"[^a-z0-9._-]+", "-", value[:64].lower()).strip("-._")
     return guess if len(value) <= 64 and guess and "/" not in value else ""

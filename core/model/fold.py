@@ -17,6 +17,7 @@ from gangline.core.model.codec import Frame
 from gangline.core.model.documents import RestartNotice, StopNotice
 from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.state import FINISHED_KEPT, Deferral, Holding, Job, Node, Part, Rank, State
+from gangline.core.model.topologies import check as check_topologies
 
 #: a generation that ran so long is healthy: failures after it are not "in a row" with those before (RELIABILITY row 43)
 HEALTHY_MS = 600_000
@@ -334,6 +335,7 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
         elif over or job.state == "finished":
             _gone(state, node, job, index, at_ms)  # the node's agent has ended everything: nothing is left to wait for
     _count_free(node)
+    state.scratch.queue_dirty = True  # its labels no longer count in the topology
     _touch_node(state, node, index)
 
 
@@ -464,7 +466,8 @@ def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: 
 
 def _queues_declared(state: State, e: ev.QueuesDeclared, index: int, epoch: int, at_ms: int) -> None:
     try:
-        tree = QueueTree(Declaration(e.queues, index, at_ms, e.by, e.reason))
+        tree = QueueTree(Declaration(e.queues, index, at_ms, e.by, e.reason, e.topologies))
+        check_topologies(e.topologies)
     except ValueError as error:
         raise IllegalTransition(e, str(error)) from None
     if not tree.declared:

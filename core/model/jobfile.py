@@ -28,6 +28,7 @@ from gangline.core.model.fields import (
     hundredths,
     list_of,
     one_of,
+    read_label,
     read_mapping,
     read_name,
     read_text,
@@ -37,7 +38,7 @@ from gangline.core.model.fields import (
     whole,
 )
 from gangline.core.model.problems import MAX_PROBLEMS, BadJob, Problem, child_pointer, show
-from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.strict_json import load_json
 from gangline.core.model.units import format_duration, format_size
 
@@ -109,6 +110,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
             "cpus": thousandths_word(spec.resources.cpus_milli),
             "memory": format_size(spec.resources.memory_mib) if spec.resources.memory_mib else "",
         },
+        "topology": _topology_words(spec.topology),
         "time_limit": duration_word(spec.time_limit_s) if spec.time_limit_s else "",
         "command": list(spec.command),
         "env": dict(spec.env),
@@ -288,6 +290,7 @@ _RESTART: Fields = {
     "exit_codes": ("exit_codes", section(dict, _FAIL_CODES)),
     "signals": ("signals", section(dict, _FAIL_SIGNALS)),
 }
+_TOPOLOGY: Fields = {"required": ("required", read_label), "preferred": ("preferred", read_label), "name": ("name", read_name)}
 _PREEMPTION: Fields = {"signal": ("signal", one_of(*_ASKING_SIGNALS)), "grace": ("grace_s", duration(0.0, 3600.0))}
 
 _RESOURCES_LATER: Later = {
@@ -297,7 +300,6 @@ _RESOURCES_LATER: Later = {
 }
 _JOB_LATER: Later = {
     "roles": "Roles (roles) are not in this version; a job has one kind of rank, described by `gang`, `resources` and `command`.",
-    "topology": "Topology rules (topology) are not in this version; `gang.ranks_per_node` keeps ranks together on nodes.",
     "image": "Container images (image) are not in this version; the command runs as a process on the node.",
     "mounts": "Mounts (mounts) are not in this version; the command sees the node's own file systems.",
     "user": "Running as another user (user) is not in this version; ranks run as the agent's user.",
@@ -337,6 +339,16 @@ def _gang(reading: Reading, at: str, value: Any) -> Gang | None:
     return Gang(**found)
 
 
+def _topology(reading: Reading, at: str, value: Any) -> TopologyRequest | None:
+    found = read_mapping(reading, at, value, _TOPOLOGY, {})
+    if found is None:
+        return None
+    given = {word: text for word, text in found.items() if text}
+    if "name" in given and len(given) == 1 and not any(value.get(word) for word in ("required", "preferred")):
+        reading.refuse(at, "GL-1108", "A topology is named, but no level of it: give `required`, `preferred` or both.")
+    return TopologyRequest(**given)
+
+
 _JOB: Fields = {
     "name": ("name", read_name),
     "queue": ("queue", _queue),
@@ -344,6 +356,7 @@ _JOB: Fields = {
     "preemptible": ("preemptible", boolean),
     "gang": ("gang", _gang),
     "resources": ("resources", section(Resources, _RESOURCES, _RESOURCES_LATER)),
+    "topology": ("topology", _topology),
     "time_limit": ("time_limit_s", duration(1.0, 366 * DAY_S)),
     "command": ("command", _command),
     "env": ("env", _env),
@@ -389,6 +402,10 @@ def _restart_words(restart: Restart) -> dict[str, Any]:
         "exit_codes": {"fail": list(restart.fail_exit_codes)},
         "signals": {"fail": list(restart.fail_signals)},
     }
+
+
+def _topology_words(topology: TopologyRequest) -> dict[str, Any]:
+    return {"required": topology.required, "preferred": topology.preferred, "name": topology.name} if topology else {}
 
 
 def _without_empties(words: dict[str, Any]) -> dict[str, Any]:

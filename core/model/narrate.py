@@ -244,7 +244,9 @@ def _node_administered(e: ev.NodeAdministered) -> str:
 
 
 def _queues_declared(e: ev.QueuesDeclared) -> str:
-    return _because(f"{_count(len(e.queues), 'queue')} declared ({_names(q.path for q in e.queues)})", e.reason) + _by(e.by)
+    queues = f"{_count(len(e.queues), 'queue')} declared ({_names(q.path for q in e.queues)})"
+    topologies = "".join(f", topology {t.name} ({' > '.join(t.levels) or 'nodes only'})" for t in e.topologies[:SHOWN])
+    return _because(queues + topologies, e.reason) + _by(e.by)
 
 
 # ---------------------------------------------------------------- words

@@ -15,6 +15,7 @@ from typing import Final, Literal
 import msgspec
 
 from gangline.core.model.fields import thousandths_word
+from gangline.core.model.topologies import Topology
 from gangline.core.model.units import format_size
 
 #: the queue that there is before any is declared, and the one of a job that names none
@@ -82,13 +83,14 @@ class QueueSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 
 class Declaration(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """The queues as they stand in the state, and the entry that declared them; index 0: nothing was declared yet."""
+    """The queues and topologies as they stand in the state, and the entry that declared them; index 0: nothing was declared yet."""
 
     queues: tuple[QueueSpec, ...] = ()
     index: int = 0
     at_ms: int = 0
     by: str = ""
     reason: str = ""
+    topologies: tuple[Topology, ...] = ()
 
 
 class QueueTree:

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from gangline.core.model.topologies import DEFAULT_TOPOLOGY
+
 
 class Gang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How many ranks start and end together."""
@@ -29,6 +31,20 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     gpu_models: tuple[str, ...] = ()
     cpus_milli: int = 1000
     memory_mib: int = 0
+
+
+class TopologyRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """How near each other the ranks are to be, as levels of a topology of the cluster (core/model/topologies.py). Empty: no such wish."""
+
+    #: all ranks in one domain of this level, or the gang waits
+    required: str = ""
+    #: in one domain of this level where that is possible, else in as few as possible
+    preferred: str = ""
+    #: the topology that has these levels
+    name: str = DEFAULT_TOPOLOGY
+
+    def __bool__(self) -> bool:
+        return bool(self.required or self.preferred)
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -78,6 +94,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     preemptible: bool = True
     gang: Gang = Gang()
     resources: Resources = Resources()
+    topology: TopologyRequest = TopologyRequest()
     env: dict[str, str] = {}
     #: absolute; empty: a private directory of the rank
     workdir: str = ""

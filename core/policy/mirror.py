@@ -11,6 +11,9 @@ taken back, and comes in again through the events that it becomes.
     a gang that was asked to leave                a job whose ranks are leaving
     what is held beyond the present placement     a job of its own without a claim to anything, whose ranks are leaving
 
+The topologies of the world are those declared beside the queues; before any is declared, the well-known levels whose labels all of its nodes
+carry (core/model/topologies.py). What a job asks of them takes the place of what it would get unasked: one GPU model for all its ranks.
+
 With `ranks_per_node`, all ranks of a node are one *unit*: they are placed together, and the world counts them as one rank.
 """
 
@@ -25,6 +28,7 @@ from gangline.core.model.queues import QueueTree
 from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import Node as StateNode
 from gangline.core.model.state import State
+from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_name
 from gangline.core.policy.gangs import Constraint, Job, Podset, PodsetGroup, Rank, RankState
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.placing import Placer
@@ -37,8 +41,8 @@ _MIB = 1 << 20
 #: pods are not counted here; a node that takes no new ranks is short of so many
 _PODS = 1 << 20
 _CLOSED = 1 << 30
-#: topology whose domains are the GPU models, in clusters that have several
-_MODELS = "gpu-models"
+#: topology whose domains are the GPU models, in clusters that have several; no declared one can have this name
+_MODELS = "gangline/gpu-models"
 _MODEL_LABEL = "gangline/gpu-model"
 
 
@@ -64,6 +68,8 @@ class Mirror:
         self._choosy: dict[str, None] = {}
         #: waiting gangs that take one of several GPU models
         self._undecided: dict[str, None] = {}
+        #: how many nodes in the world carry each of the well-known labels
+        self._carried = dict.fromkeys(WELL_KNOWN, 0)
 
     # ---------------------------------------------------------------- keeping in step
 
@@ -96,6 +102,8 @@ class Mirror:
         for name, node in up.items():
             self._nodes[name] = node
             self._set_closed(name, not node.schedulable)
+            self._count_labels(name, 1)
+        self._set_topologies()
         for job in state.jobs.values():
             self._add(state, job, now_ms)
 
@@ -129,8 +137,19 @@ class Mirror:
             self._specs[node.id] = NodeSpec(
                 node.id, gpus=len(usable), gpu_memory_mib=min((g.memory_mib for g in usable), default=0), cpu_milli=node.registration.cpus_milli,
                 memory_bytes=node.registration.memory_mib * _MIB, max_pods=_PODS,
-                labels={**node.registration.labels, "hostname": node.id, _MODEL_LABEL: _model(node)},
+                labels={**node.registration.labels, NODE_LEVEL: node.id, _MODEL_LABEL: _model(node)},
             )  # fmt: skip
+
+    def _count_labels(self, name: str, by: int) -> None:
+        for level in WELL_KNOWN:
+            if level in self.world.node_by_name[name].spec.labels:
+                self._carried[level] += by
+
+    def _set_topologies(self) -> None:
+        declared = self._tree.declaration.topologies if self._tree is not None else ()
+        carried = [level for level, count in self._carried.items() if count == len(self._nodes)]
+        self.world.topologies.clear()
+        self.world.topologies.update(levels_by_name(declared, carried))
         self.world.topologies[_MODELS] = (_MODEL_LABEL,)
 
     def _differs(self, state: State, name: str) -> bool:
@@ -150,6 +169,7 @@ class Mirror:
         for name in names:
             if name in self._nodes:
                 self._set_closed(name, False)
+                self._count_labels(name, -1)
                 try:
                     self.world.remove_node(name)
                 except ValueError:
@@ -160,6 +180,8 @@ class Mirror:
                 self._describe([node])
                 self.world.add_node(self._specs[name])
                 self._nodes[name] = node
+                self._count_labels(name, 1)
+        self._set_topologies()
         return True
 
     def _set_closed(self, name: str, closed: bool) -> None:
@@ -266,7 +288,8 @@ class Mirror:
             name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=spec.priority, preemptible=spec.preemptible, order=job.number,
             root=root,
         )  # fmt: skip
-        engine.constraint = self._constraint(job)
+        if name == job.id:
+            engine.constraint = self._constraint(job)
         for index in range(count):
             rank = Rank(engine, index, f"{name}-{index:06d}", request, None)
             rank.podset = podset
@@ -277,7 +300,10 @@ class Mirror:
         return engine
 
     def _constraint(self, job: StateJob) -> Constraint | None:
-        """Keep a gang on one GPU model where the cluster has several: its slowest device sets its pace."""
+        """What the job asks for; else one GPU model for all of a gang where the cluster has several: its slowest device sets its pace."""
+        asked = job.spec.topology
+        if asked:
+            return Constraint(asked.name, asked.required, asked.preferred)
         several = len({spec.labels[_MODEL_LABEL] for n, spec in self._specs.items() if n in self._nodes and spec.gpus}) > 1
         if several and job.spec.resources.gpus and job.spec.gang.ranks > 1 and job.state == "queued":
             return Constraint(_MODELS, "", _MODEL_LABEL)
@@ -330,7 +356,7 @@ class Mirror:
     # ---------------------------------------------------------------- what a session's places mean
 
     def parts(self, job: StateJob, places: list[Place]) -> tuple[PlacedPart, ...]:
-        """Return the placement of a gang whose units got these places: ranks ascend through the nodes in order of their names."""
+        """Return the placement of a gang whose units got these places: ranks ascend through the domains of its topology, and the nodes there."""
         per_rank = job.spec.resources.gpus
         unit = unit_of(job)
         by_node: dict[str, list[Place]] = {}
@@ -338,13 +364,19 @@ class Mirror:
             by_node.setdefault(place.node.name, []).append(place)
         parts: list[PlacedPart] = []
         number = 0
-        for node_id in sorted(by_node):
+        for node_id in sorted(by_node, key=lambda n: self._way_to(n, job.spec.topology.name)):
             gpus = sorted(self._gpus[node_id][d] for place in by_node[node_id] for d in place.devices)
             count = unit * len(by_node[node_id])
             ranks = tuple(PlacedRank(number + i, tuple(gpus[i * per_rank : (i + 1) * per_rank])) for i in range(count))
             parts.append(PlacedPart(node_id, ranks))
             number += count
         return tuple(parts)
+
+    def _way_to(self, node_id: str, topology: str) -> tuple[str, ...]:
+        """The domains around a node from the coarsest down, and the node itself: what is near each other sorts near each other."""
+        labels = self._specs[node_id].labels
+        levels = self.world.topologies.get(topology, (NODE_LEVEL,))
+        return (*(labels.get(level, "") for level in levels), node_id)
 
 
 def unit_of(job: StateJob) -> int:

@@ -54,9 +54,14 @@ def no_such_topology(topology: str, level: str) -> Refusal:
     return Refusal("unknown_topology", f"wants to be placed by topology {topology}, which the cluster does not have")
 
 
-def no_domain(ranks: list[Rank], level: str, domains: int, best: int) -> Refusal:
-    """No single domain of the level holds the ranks."""
-    need = len(ranks)
+def no_labels(need: int, topology: str, levels: tuple[str, ...]) -> Refusal:
+    """No node that could be used is inside of the topology."""
+    message = f"no node that it could use carries all labels of topology {topology} ({', '.join(levels)})"
+    return Refusal("no_domain_fits", message, {"ranks": need}, {"ranks": 0, "domains": 0})
+
+
+def no_domain(need: int, level: str, domains: int, best: int) -> Refusal:
+    """No single domain of the level holds so many ranks."""
     message = f"needs room for {need} ranks in one domain of {level}; the best of {domains} has room for {best}"
     return Refusal("no_domain_fits", message, {"ranks": need}, {"ranks": best, "domains": domains})
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from types import TracebackType
 
 from gangline.core.model import events as ev
-from gangline.core.model.state import State
+from gangline.core.model.state import Job, State
 from gangline.core.policy import gangs
-from gangline.core.policy.mirror import Mirror
+from gangline.core.policy.mirror import Mirror, unit_of
 from gangline.core.policy.nodes import Place
-from gangline.core.policy.refusals import Refusal
+from gangline.core.policy.refusals import Refusal, no_domain
 from gangline.core.policy.report import Action, Decisions
 from gangline.core.policy.session import run_session
 
@@ -118,13 +118,22 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
         for name in names:
             job = state.jobs.get(name)
             if job is not None and job.state == "queued" and (job.deferral is None or job.deferral.code != why.code):
-                groups.setdefault((why.code, why.message), (why, []))[1].append(name)
+                own = _in_ranks(job, why)
+                groups.setdefault((own.code, own.message), (own, []))[1].append(name)
     out: list[ev.LogEvent] = []
     for why, jobs in groups.values():
         for at in range(0, len(jobs), _DEFERRED_TOGETHER):
             some = tuple(jobs[at : at + _DEFERRED_TOGETHER])
             out.append(ev.GangsDeferred(jobs=some, code=why.code, message=why.message, need=_plain(why.need), have=_plain(why.have)))
     return out
+
+
+def _in_ranks(job: Job, why: Refusal) -> Refusal:
+    """What the passes say of units, in ranks of the job."""
+    unit, level = unit_of(job), job.spec.topology.required
+    if unit == 1 or why.code != "no_domain_fits" or not level or not why.have["domains"]:
+        return why
+    return no_domain(why.need["ranks"] * unit, level, why.have["domains"], why.have["ranks"] * unit)
 
 
 def _reasons(mirror: Mirror, decisions: Decisions) -> list[tuple[list[str], Refusal]]:

@@ -64,6 +64,8 @@ def search(world: World, constraint: Constraint, ranks: list[Rank], running: lis
     required = levels.index(constraint.required) if constraint.required else -1
     preferred = levels.index(constraint.preferred) if constraint.preferred else -1
     nodes = [n for index in scope for n in index.nodes if n.name in paths]
+    if not nodes:
+        return Search(iter(()), refusals.no_labels(len(ranks), constraint.topology, levels))
     anchors = {paths[p.node.name][: required + 1] for r in running if (p := r.reservation or r.place) and p.node.name in paths}
     first = max(required, preferred)
     refusal = None
@@ -77,7 +79,7 @@ def search(world: World, constraint: Constraint, ranks: list[Rank], running: lis
         fitting = [(_ratio(ranks, some, world), d, some) for d, some in domains.items() if _holds(ranks, some, world)]
         if not fitting and level == required and required >= 0:
             best = max((_count(ranks[0].request, some) for some in domains.values()), default=0)
-            refusal = refusals.no_domain(ranks, levels[required], len(domains), best)
+            refusal = refusals.no_domain(len(ranks), levels[required], len(domains), best)
         tries += [(level, d, some) for _, d, some in sorted(fitting, key=lambda f: (-f[0], ".".join(f[1])))]
     return Search(_tiers(world, tries, paths, preferred, ranks, scope), refusal)
 

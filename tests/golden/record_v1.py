@@ -17,9 +17,10 @@ from gangline.core.model.codec import digest, encode_event, encode_frame
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import apply, seal
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
-from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import state_digest
+from gangline.core.model.topologies import Topology
 from gangline.core.store.recover import replay
 
 FRAMES = Path(__file__).with_name("v1.frames")
@@ -165,6 +166,12 @@ def record() -> list[bytes]:
     r.frame(ev.QueuesDeclared(queues=_queues(), by="root", reason="quotas for the new team"))
     r.frame(ev.LeaderResigned(scheduler="scheduler-b"))
     r.elected(41, "scheduler-a")
+    # What versions 1 have got since this log was first recorded follows here: the frames above are as they were.
+    near = JobSpec(command=("true",), topology=TopologyRequest(required="rack", preferred="nvlink", name="ib"))
+    r.frame(
+        ev.QueuesDeclared(queues=_queues(), topologies=(Topology("default", ("zone", "rack")), Topology("ib", ("rack", "nvlink"))), by="root")
+    )
+    r.frame(ev.JobSubmitted(job="near", spec=near))
     return r.frames
 
 

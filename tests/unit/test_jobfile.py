@@ -11,7 +11,7 @@ import pytest
 from gangline.core.model import jobfile
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec, parse_yaml, to_json
 from gangline.core.model.problems import BadJob, Problem
-from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 
 DESIGN_EXAMPLE = """
 name: llama-pretrain
@@ -94,6 +94,12 @@ def test_smallest_job_has_the_defaults_of_the_spec() -> None:
         ({"workdir": "/"}, JobSpec(("true",), workdir="/")),
         ({"checkpoint": {"path": "s3://bucket/run"}}, JobSpec(("true",), checkpoint=Checkpoint("s3://bucket/run"))),
         ({"env": {"LD_LIBRARY_PATH": "/cuda", "A": ""}}, JobSpec(("true",), env={"LD_LIBRARY_PATH": "/cuda", "A": ""})),
+        ({"topology": {"required": "rack"}}, JobSpec(("true",), topology=TopologyRequest("rack"))),
+        (
+            {"topology": {"required": "example.org/Row-1", "preferred": "nvlink", "name": "ib"}},
+            JobSpec(("true",), topology=TopologyRequest("example.org/Row-1", "nvlink", "ib")),
+        ),
+        ({"topology": {"required": "", "preferred": None}}, JobSpec(("true",))),
         ({"name": None, "env": None, "image": None, "mounts": [], "topology": {}, "user": ""}, JobSpec(("true",))),
     ],
 )
@@ -229,7 +235,7 @@ def test_b24_unknown_field() -> None:
     only(refused(**{"a/b~c": 1}), "/a~1b~0c", "GL-1101")
 
 
-@pytest.mark.parametrize("field", ["roles", "topology", "image", "mounts", "user", "depends_on", "array"])
+@pytest.mark.parametrize("field", ["roles", "image", "mounts", "user", "depends_on", "array"])
 def test_fields_of_later_versions(field: str) -> None:
     assert "not in this version" in only(refused(**{field: "x"}), f"/{field}", "GL-1109").message
 
@@ -237,6 +243,14 @@ def test_fields_of_later_versions(field: str) -> None:
 @pytest.mark.parametrize("field", ["gpu_share", "gpu_memory", "mig"])
 def test_resources_of_later_versions(field: str) -> None:
     assert "not in this version" in only(refused(resources={field: 0.5}), f"/resources/{field}", "GL-1109").message
+
+
+def test_topologies_that_say_nothing() -> None:
+    only(refused(topology={"name": "ib"}), "/topology", "GL-1108")
+    only(refused(topology={"required": "a b"}), "/topology/required", "GL-1105")
+    only(refused(topology={"preferred": 3}), "/topology/preferred", "GL-1102")
+    only(refused(topology={"level": "rack"}), "/topology/level", "GL-1101")
+    only(refused(topology="rack"), "/topology", "GL-1102")
 
 
 def test_b27_size_of_env() -> None:
@@ -350,8 +364,12 @@ def test_manual_has_every_field_and_its_examples_are_jobs() -> None:
     for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
         assert parse_yaml(block)
     listed = set(re.findall(r"^\| `([a-z_.]+)` \|", text, re.MULTILINE))
-    fields = {name for name, value in jobfile._JOB.items() if name not in ("gang", "resources", "checkpoint", "restart", "preemption")}
-    nested = {"gang": jobfile._GANG, "resources": jobfile._RESOURCES, "checkpoint": jobfile._CHECKPOINT, "preemption": jobfile._PREEMPTION}
+    sections = ("gang", "resources", "topology", "checkpoint", "restart", "preemption")
+    fields = {name for name in jobfile._JOB if name not in sections}
+    nested = {
+        "gang": jobfile._GANG, "resources": jobfile._RESOURCES, "topology": jobfile._TOPOLOGY, "checkpoint": jobfile._CHECKPOINT,
+        "preemption": jobfile._PREEMPTION,
+    }  # fmt: skip
     fields |= {f"{section}.{name}" for section, names in nested.items() for name in names}
     fields |= {f"restart.{name}" for name in jobfile._RESTART if name not in ("backoff", "exit_codes", "signals")}
     assert listed == fields | {"restart.backoff.initial", "restart.backoff.max", "restart.exit_codes.fail", "restart.signals.fail"}

@@ -75,6 +75,9 @@ SPECS = st.fixed_dictionaries(
             {"gpus": st.integers(1, 64)},
             optional={"cpus": st.integers(1, 9999).map(lambda n: n / 100), "memory": st.just("3TiB"), "gpu_model": st.just("a b")},
         ),
+        "topology": st.fixed_dictionaries(
+            {"required": st.sampled_from(["rack", "a.b/c"])}, optional={"preferred": st.just("nvlink"), "name": st.just("ib")}
+        ),
         "time_limit": DURATIONS,
         "checkpoint": st.fixed_dictionaries({"path": st.just("/x"), "interval": DURATIONS}),
         "restart": st.fixed_dictionaries({}, optional={"hang_timeout": DURATIONS, "window": DURATIONS, "exit_codes": st.just({"fail": [3]})}),

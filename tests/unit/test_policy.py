@@ -8,9 +8,11 @@ from gangline.core.model import events as ev
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import IllegalTransition, apply, seal
 from gangline.core.model.project import project
-from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.queues import QueueSpec
+from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import Job, State
 from gangline.core.model.statecodec import dump_state, load_state
+from gangline.core.model.topologies import Topology
 from gangline.core.policy import recovery as recovery_rules
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
 from gangline.core.policy.gangs import Job as EngineJob
@@ -30,9 +32,9 @@ class Cluster:
         for n in nodes:
             self.join(n, gpus, model)
 
-    def join(self, node: str, gpus: int = 8, model: str = "H100", boot: str = "b") -> None:
+    def join(self, node: str, gpus: int = 8, model: str = "H100", boot: str = "b", **labels: str) -> None:
         devices = tuple(Gpu(i, f"{node}-{i}", model, 80_000) for i in range(gpus))
-        reg = Registration(node, f"id-{node}", boot, node, "", devices, 64_000, 512_000)
+        reg = Registration(node, f"id-{node}", boot, node, "", devices, 64_000, 512_000, labels)
         self.add(ev.NodeJoined(registration=reg))
 
     def add(self, *events: ev.LogEvent) -> None:
@@ -593,3 +595,189 @@ def test_a_job_that_the_rules_trip_over_stops_no_other(monkeypatch: pytest.Monke
     assert deferral.code == "policy_error"
     assert "ZeroDivisionError" in c.state.scratch.faults["poison"]
     assert "ZeroDivisionError" in c.state.scratch.faults["running"]
+
+
+# ---------------------------------------------------------------- topology
+
+
+def racks(**sizes: int) -> Cluster:
+    """Return a cluster with so many nodes of 8 GPUs in each rack; names mix the racks, so that only labels tell where a node is."""
+    c = Cluster()
+    number = 0
+    for at in range(max(sizes.values())):
+        for rack, size in sizes.items():
+            if at < size:
+                number += 1
+                c.join(f"n{number}", rack=rack)
+    return c
+
+
+def racks_of(c: Cluster, job: str) -> list[str]:
+    return [c.state.nodes[n].registration.labels["rack"] for n in c.job(job).nodes()]
+
+
+def declare(c: Cluster, *topologies: Topology) -> None:
+    c.add(ev.QueuesDeclared(queues=(QueueSpec("default"),), topologies=topologies))
+
+
+def refusal(c: Cluster, job: str) -> tuple[str, dict[str, int], dict[str, int]]:
+    deferral = c.job(job).deferral
+    assert deferral is not None
+    return deferral.code, deferral.need, deferral.have
+
+
+def test_a_gang_that_requires_a_rack_is_in_one() -> None:
+    c = racks(a=2, b=2)
+    c.submit("x", ranks=16, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert racks_of(c, "x") == ["a", "a"]
+
+
+def test_a_gang_waits_for_a_rack_though_enough_is_free_elsewhere() -> None:
+    c = racks(a=2, b=2, c=1)
+    c.submit("x", ranks=24, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert refusal(c, "x") == ("no_domain_fits", {"ranks": 24}, {"ranks": 16, "domains": 3})
+    assert "one domain of rack" in str(c.job("x").deferral)
+    c.join("n6", rack="b")
+    c.cycle()
+    assert racks_of(c, "x") == ["b", "b", "b"]
+
+
+def test_a_refusal_counts_ranks_also_where_they_are_placed_a_node_at_a_time() -> None:
+    c = racks(a=2, b=1)
+    c.submit("x", gang=Gang(24, 24, 8), topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert refusal(c, "x") == ("no_domain_fits", {"ranks": 24}, {"ranks": 16, "domains": 2})
+
+
+def test_a_gang_that_prefers_a_rack_takes_several_where_none_holds_it() -> None:
+    c = racks(a=2, b=2)
+    c.submit("x", ranks=24, topology=TopologyRequest(preferred="rack"))
+    c.submit("y", ranks=8, topology=TopologyRequest(preferred="rack"))
+    c.cycle()
+    assert c.job("x").state == c.job("y").state == "placed"
+    assert sorted(racks_of(c, "x")) in (["a", "a", "b"], ["a", "b", "b"])
+
+
+def test_a_gang_that_prefers_a_rack_stays_in_one_where_one_holds_it() -> None:
+    c = racks(a=2, b=3)
+    c.submit("one", ranks=8)
+    c.cycle()
+    c.submit("x", ranks=16, topology=TopologyRequest(preferred="rack"))
+    c.cycle()
+    assert len(set(racks_of(c, "x"))) == 1
+
+
+def test_required_and_preferred_together() -> None:
+    c = Cluster()
+    for n, block, rack in (("n1", "1", "a"), ("n2", "2", "c"), ("n3", "1", "b"), ("n4", "2", "d"), ("n5", "1", "a"), ("n6", "2", "c")):
+        c.join(n, block=block, rack=rack)
+    c.submit("near", ranks=16, topology=TopologyRequest(required="block", preferred="rack"))
+    c.submit("wide", ranks=24, topology=TopologyRequest(required="block", preferred="rack"))
+    c.submit("never", ranks=32, topology=TopologyRequest(required="block", preferred="rack"))
+    c.cycle()
+    assert len(set(racks_of(c, "near"))) == 1
+    assert len({c.state.nodes[n].registration.labels["block"] for n in c.job("wide").nodes()}) == 1
+    assert refusal(c, "never")[0] == "no_domain_fits"
+
+
+def test_the_order_of_ranks_follows_the_topology() -> None:
+    c = racks(a=2, b=2, c=2)
+    c.submit("x", gang=Gang(48, 48, 8))
+    c.cycle()
+    assert racks_of(c, "x") == ["a", "a", "b", "b", "c", "c"]
+    assert placement(c, "x") == {n: list(range(8 * i, 8 * i + 8)) for i, n in enumerate(["n1", "n4", "n2", "n5", "n3", "n6"])}
+
+
+def test_units_stay_whole_and_a_restart_in_place_keeps_the_order() -> None:
+    c = racks(a=2, b=2)
+    c.submit("x", gang=Gang(8, 8, 2), topology=TopologyRequest(preferred="rack"), resources=Resources(gpus=4, cpus_milli=0))
+    c.cycle()
+    before = placement(c, "x")
+    assert [len(ranks) for ranks in before.values()] == [2, 2, 2, 2]
+    c.run("x")
+    c.end("x", 3, 1)
+    c.cycle()
+    assert (c.job("x").generation, placement(c, "x")) == (2, before)
+    assert list(placement(c, "x")) == list(before)
+
+
+def test_a_gang_that_lost_a_node_is_placed_in_one_rack_again() -> None:
+    c = racks(a=3, b=2)
+    c.submit("x", ranks=16, topology=TopologyRequest(required="rack"))
+    c.submit("other", ranks=8, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert (racks_of(c, "x"), racks_of(c, "other")) == (["b", "b"], ["a"])
+    c.run("x")
+    lost = c.job("x").nodes()[0]
+    c.add(ev.NodeLost(node=lost, cause="lease_expired", message=""))
+    c.cycle()
+    assert racks_of(c, "x") == ["a", "a"]
+
+
+def test_a_rack_can_be_the_node_itself() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("x", ranks=4)
+    c.cycle()
+    c.submit("y", ranks=8, topology=TopologyRequest(required="hostname"))
+    c.submit("z", ranks=5, topology=TopologyRequest(required="hostname"))
+    c.cycle()
+    assert len(c.job("y").nodes()) == 1
+    assert refusal(c, "z") == ("no_domain_fits", {"ranks": 5}, {"ranks": 4, "domains": 2})
+
+
+def test_undeclared_levels_are_the_labels_that_all_nodes_carry() -> None:
+    c = racks(a=2)
+    c.join("plain")
+    c.submit("x", ranks=16, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert refusal(c, "x")[0] == "unknown_topology"
+    c.add(ev.NodeLost(node="plain", cause="lease_expired", message=""))
+    c.cycle()
+    assert racks_of(c, "x") == ["a", "a"]
+
+
+def test_declared_levels_leave_out_nodes_without_the_labels() -> None:
+    c = racks(a=2)
+    c.join("n0")
+    declare(c, Topology("default", ("row", "rack")), Topology("flat", ("rack",)))
+    c.submit("x", ranks=16, topology=TopologyRequest(preferred="rack", name="flat"))
+    c.submit("y", ranks=1, topology=TopologyRequest(preferred="rack"))
+    c.submit("z", ranks=1, topology=TopologyRequest(required="rack", name="none"))
+    c.cycle()
+    assert racks_of(c, "x") == ["a", "a"]
+    assert refusal(c, "y")[0] == "no_domain_fits"
+    assert "carries all labels" in str(c.job("y").deferral)
+    assert refusal(c, "z")[0] == "unknown_topology"
+    declare(c, Topology("default", ("rack",)))
+    c.add(ev.GangFinished(job="x", outcome="cancelled", cause="stopped", message=""))
+    for n in ("n1", "n2"):
+        c.add(ev.PartReleased(job="x", node=n))
+    c.cycle()
+    assert racks_of(c, "y") == ["a"]
+
+
+def test_a_topology_replaces_the_wish_for_one_model() -> None:
+    c = Cluster()
+    for n, model, rack in (("n1", "H100", "a"), ("n2", "A100", "a"), ("n3", "H100", "b")):
+        c.join(n, model=model, rack=rack)
+    c.submit("x", ranks=16, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert racks_of(c, "x") == ["a", "a"]
+
+
+def test_levels_come_and_go_with_the_labels_of_the_nodes() -> None:
+    c = Cluster("n1")
+    c.join("n2", rack="a")
+    c.submit("x", ranks=8, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert refusal(c, "x")[0] == "unknown_topology"
+    c.join("n1", rack="b")
+    c.cycle()
+    assert len(racks_of(c, "x")) == 1
+    c.join("n2", row="1")
+    c.submit("y", ranks=1, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert refusal(c, "y")[0] == "unknown_topology"
+    assert dump_state(load_state(dump_state(c.state))) == dump_state(c.state)
