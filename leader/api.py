@@ -26,6 +26,7 @@ from gangline.leader.api_jobs import JobRoutes
 from gangline.leader.api_logs import LogRoutes
 from gangline.leader.api_queues import QueueRoutes
 from gangline.leader.api_server import Listener
+from gangline.leader.api_why import WhyRoutes
 from gangline.leader.commands import Refused
 from gangline.leader.metrics import Metrics
 from gangline.leader.service import NotLeader, Service, Unavailable
@@ -51,7 +52,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
     context = Context(service, options, metrics or Metrics(telemetry.setup("scheduler"), lambda: context.seen))
     app = web.Application(middlewares=[_guard(context, log or telemetry.structured_logging())], client_max_size=MAX_BODY)
     jobs, cluster, events, logs = JobRoutes(context), ClusterRoutes(context), EventRoutes(context), LogRoutes(context)
-    queues = QueueRoutes(context)
+    queues, why = QueueRoutes(context), WhyRoutes(context)
     writes = context.writes
     app.add_routes(
         [
@@ -62,6 +63,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
             web.delete("/v1/jobs/{job}", writes(jobs.stop, _SMALL)),
             web.get("/v1/jobs/{job}/story", events.story),
             web.get("/v1/jobs/{job}/logs", logs.logs),
+            web.get("/v1/jobs/{job}/why", why.why),
             web.get("/v1/nodes", cluster.nodes),
             web.get("/v1/nodes/{node}", cluster.node),
             web.post("/v1/nodes/{node}:{action}", writes(cluster.administer, _SMALL)),

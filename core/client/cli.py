@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("run", "Describe a job by options, run it and follow it to its end."),
         "ps": ("read", "List jobs, newest first."),
         "show": ("read", "Show everything about a job."),
+        "why": ("why", "Say why a job waits, or is where it is."),
         "story": ("read", "Tell what happened to a job, from the log."),
         "logs": ("logs", "Print what the ranks of a job print."),
         "wait": ("wait", "Wait until jobs have ended, and say how."),

@@ -200,9 +200,7 @@ async def api(start: Start) -> Api:
 
 def registration(node: str, agent_url: str = "") -> Registration:
     gpus = tuple(Gpu(i, f"{node}-{i}", "H100") for i in range(2))
-    return Registration(
-        node=node, identity=node, boot_id="b", address=node, agent_url=agent_url, gpus=gpus, cpus_milli=8000, memory_mib=8192
-    )
+    return Registration(node=node, identity=node, boot_id="b", address=node, agent_url=agent_url, gpus=gpus, cpus_milli=8000, memory_mib=8192)
 
 
 async def running(api: Api, name: str = "", agent_url: str = "") -> str:
@@ -468,6 +466,33 @@ async def test_story(api: Api) -> None:
     api.scheduler.log.first = 5
     status, body, _ = await api("GET", "/v1/jobs/llama/story")
     assert (status, body["first"]) == (410, 5)
+
+
+async def test_why_shows_the_record_with_its_entry(api: Api) -> None:
+    s = api.scheduler
+    job = await running(api, "first")
+    _, body, _ = await api("POST", "/v1/jobs", {**SPEC, "name": "waits"})
+    frame = await s.write(
+        ev.GangsDeferred(jobs=(body["job"],), code="not_enough_gpus", message="needs 2 GPUs", need={"gpus": 2}, have={"gpus": 0})
+    )
+    status, why, headers = await api("GET", "/v1/jobs/waits/why")
+    assert (status, headers["Gangline-Index"]) == (200, str(frame.index))
+    witness = {"code": "not_enough_gpus", "message": "needs 2 GPUs", "need": {"gpus": 2}, "have": {"gpus": 0}}
+    assert why["witness"] == {**witness, "index": frame.index, "at_ms": frame.at_ms}
+    assert why["order"] == {"queue": "default", "position": 1, "waiting": 1, "gpus_ahead": 0}
+    assert [row["job"] for row in why["holders"]["largest"]] == [job]
+    assert why["would_change"] == ["2 more GPUs"]
+    _, why, _ = await api("GET", "/v1/jobs/first/why")
+    assert (why["state"], why["witness"], [record["event"] for record in why["records"]]) == ("running", None, ["gang_placed"])
+    await s.write(ev.GangFinished(job=job, outcome="failed", cause="rank_failed", message="rank 1 exited with 7"))
+    _, why, _ = await api("GET", "/v1/jobs/first/why")
+    assert (why["message"], why["records"][-1]["event"], why["records"][-1]["index"]) == (
+        "failed: rank 1 exited with 7", "gang_finished", s.state.index,
+    )  # fmt: skip
+    s.log.first = s.state.index + 1
+    _, why, _ = await api("GET", "/v1/jobs/waits/why")
+    assert (why["witness"]["index"], why["witness"]["at_ms"]) == (frame.index, None)
+    assert (await api("GET", "/v1/jobs/nobody/why"))[0] == 404
 
 
 async def test_secrets_do_not_come_back(api: Api) -> None:

@@ -497,6 +497,31 @@ def test_hostile_names_stay_one_segment_of_the_path(server: FakeScheduler, run: 
     assert server.requests[0].query == {}
 
 
+def test_why_prints_the_record_the_holders_and_the_remedy(server: FakeScheduler, run: Run) -> None:
+    holder = {"job": "j2", "name": "b", "user": "ada", "queue": "q", "gpus": 8, "state": "running", "since_ms": 1_000, "ends_at_ms": None}
+    found = {
+        "job": "j1", "name": "a", "state": "queued", "since_ms": 1_000, "message": "needs 8 GPUs; 0 GPUs idle or soon so",
+        "witness": {"code": "not_enough_gpus", "message": "m", "need": {"gpus": 8}, "have": {"gpus": 0}, "index": 12, "at_ms": 1_000},
+        "order": {"queue": "q", "position": 2, "waiting": 3, "gpus_ahead": 4},
+        "holders": {"queue": None, "jobs": 1, "gpus": 8, "queues": [{"queue": "q", "jobs": 1, "gpus": 8}], "largest": [holder]},
+        "would_change": ["8 more GPUs"], "impossible": None, "last_restart": None, "notice": None, "outcome": None, "cause": None, "records": [],
+    }  # fmt: skip
+    server.routes["GET", "/v1/jobs/j1/why"] = Reply(found)
+    out = run("why", "j1").out
+    for text in ("j1 (a) is queued: needs 8 GPUs", "entry 12, ", "[not_enough_gpus]", "2nd of 3 in q, 4 GPUs ahead", "1 jobs with 8 GPUs: q 8"):
+        assert text in out
+    assert "would change  8 more GPUs" in out
+    assert CODES["not_enough_gpus"][2] in out
+    assert "no limit" in out
+    assert json.loads(run("why", "j1", "--json").out) == found
+    record = {"index": 9, "at_ms": 1_000, "event": "gang_finished", "message": "failed"}
+    over = {**found, "state": "finished", "message": "failed: it broke", "witness": None, "order": None, "holders": None, "would_change": []}
+    server.routes["GET", "/v1/jobs/j1/why"] = Reply({**over, "outcome": "failed", "cause": "rank_failed", "records": [record]})
+    out = run("why", "j1").out
+    assert "is finished: failed: it broke" in out
+    assert "entry 9" in out
+
+
 def test_story_and_events(server: FakeScheduler, run: Run) -> None:
     entries = [{"index": 3, "epoch": 1, "at_ms": 1_000, "event": "gang_placed", "message": "on n1", "body": {"a": 1}}]
     server.routes["GET", "/v1/jobs/j1/story"] = Reply({"job": "j1", "entries": entries})

@@ -1,0 +1,104 @@
+"""How much of a gang a node can hold: by plain arithmetic on what the log says, for answers to people. The passes decide on more than this.
+
+What is counted here is an upper bound: where it says that a gang cannot run, it cannot, whoever leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gangline.core.model.queues import amount
+from gangline.core.model.spec import JobSpec
+from gangline.core.model.state import Job, Node, State
+from gangline.core.model.topologies import WELL_KNOWN, levels_by_name
+
+#: labels from the coarsest level down
+Domain = tuple[str, ...]
+
+
+def ends_ms(job: Job, now_ms: int) -> int | None:
+    """Return when a placed gang ends at the latest, by its time limit or because it was asked to leave; None when nothing says so."""
+    if job.state == "preempting" and job.notice is not None:
+        return job.notice.deadline_ms
+    if not job.spec.time_limit_s:
+        return None
+    return int((job.running_since_ms or now_ms) - job.ran_ms + job.spec.time_limit_s * 1000)
+
+
+def healthy(node: Node) -> set[int]:
+    """Return the indices of the GPUs of a node that are in order."""
+    return {gpu.index for gpu in node.registration.gpus if gpu.healthy}
+
+
+def ranks_in(spec: JobSpec, gpus: int, cpus_milli: int, memory_mib: int) -> int:
+    """Return how many ranks of a gang have room in so much of one node; with ranks_per_node that many or none."""
+    res, unit = spec.resources, spec.gang.ranks_per_node
+    bounds = [spec.gang.ranks]
+    bounds += [have // each for have, each in ((gpus, res.gpus), (cpus_milli, res.cpus_milli), (memory_mib, res.memory_mib)) if each]
+    room = max(0, min(bounds))
+    return (unit if room >= unit else 0) if unit else room
+
+
+def takes(spec: JobSpec, node: Node) -> bool:
+    """Whether a node has GPUs of a model that the gang accepts."""
+    models = spec.resources.gpu_models
+    gpus = node.registration.gpus
+    return not models or not spec.resources.gpus or bool(gpus and gpus[0].model in models)
+
+
+def domain_of(state: State, spec: JobSpec, nodes: Iterable[Node]) -> dict[str, Domain]:
+    """Return the domain of each node in which all ranks have to be: one for all where the gang requires none. Nodes outside are left out."""
+    up = list(nodes)
+    asked = spec.topology
+    carried = [level for level in WELL_KNOWN if all(level in node.registration.labels for node in up)]
+    levels = levels_by_name(state.queues.declaration.topologies, carried).get(asked.name, ())
+    if not asked.required or asked.required not in levels:
+        return dict.fromkeys((node.id for node in up), ())
+    levels = levels[: levels.index(asked.required) + 1]
+    found: dict[str, Domain] = {}
+    for node in up:
+        labels = {**node.registration.labels, "hostname": node.id}
+        if all(level in labels for level in levels):
+            found[node.id] = tuple(labels[level] for level in levels)
+    return found
+
+
+def impossible(state: State, spec: JobSpec) -> str:
+    """Return why a gang could not run on the nodes that are up even if they were empty, "" when it could as far as this can tell."""
+    return _too_large_for_queue(state, spec) or _too_large_for_nodes(state, spec)
+
+
+def _too_large_for_nodes(state: State, spec: JobSpec) -> str:
+    up = [node for node in state.nodes.values() if node.status == "up"]
+    if not up:
+        return "no node is up"
+    domains = domain_of(state, spec, up)
+    room: dict[Domain, int] = {}
+    for node in up:
+        if node.id in domains and takes(spec, node):
+            reg = node.registration
+            fits = ranks_in(spec, len(healthy(node)), reg.cpus_milli, reg.memory_mib)
+            room[domains[node.id]] = room.get(domains[node.id], 0) + fits
+    best, need = max(room.values(), default=0), spec.gang.min_ranks
+    if best >= need:
+        return ""
+    where = f"one domain of {spec.topology.required}" if spec.topology.required else f"the {len(up)} nodes that are up"
+    models = f" of model {' or '.join(spec.resources.gpu_models)}" if spec.resources.gpu_models and spec.resources.gpus else ""
+    whole = f"{need} ranks ({need * spec.resources.gpus} GPUs{models})" if spec.resources.gpus else f"{need} ranks"
+    return f"needs room for {whole}; {where} would have room for {best}, all of them empty"
+
+
+def _too_large_for_queue(state: State, spec: JobSpec) -> str:
+    tree, gang, res = state.queues, spec.gang, spec.resources
+    if not tree.declared or spec.queue not in tree.specs:
+        return ""
+    least = {"GPUs": ("gpus_milli", gang.min_ranks * res.gpus * 1000), "CPUs": ("cpus_milli", gang.min_ranks * res.cpus_milli)}
+    least["memory"] = ("memory_mib", gang.min_ranks * res.memory_mib)
+    for queue in tree.lineage(spec.queue):
+        bounds = [("limit", queue.limit)] + ([] if spec.preemptible else [("quota for work that cannot be preempted", queue.quota)])
+        for word, bound in bounds:
+            for resource, (field, need) in least.items():
+                have = getattr(bound, field)
+                if have is not None and need > have:
+                    return f"needs {amount(resource, need)}; the {word} of queue {queue.path} is {amount(resource, have)}"
+    return ""
