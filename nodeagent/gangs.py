@@ -19,7 +19,7 @@ import msgspec
 from gangline.core.model.documents import DesiredGang, DesiredRank
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import StoreError
-from gangline.core.telemetry import Log
+from gangline.core.telemetry import Log, SpanKind
 from gangline.nodeagent import jobevents
 from gangline.nodeagent.adoption import RankStatus, local_rank, stored_statuses
 from gangline.nodeagent.devices import Inventory
@@ -76,6 +76,10 @@ class Gangs:
         self._tasks: set[asyncio.Task[None]] = set()
         self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
         self.socket = JobSocket(state.job_socket, self._on_message)
+        #: opens a span around a piece of work that the log entry of this index asked for
+        self.span: Callable[[SpanKind, int], contextlib.AbstractContextManager[object]] = lambda kind, index: contextlib.nullcontext()
+        #: log index of the desired document that is being acted on
+        self.desired_index = 0
         #: totals for the metrics
         self.started_total = 0
         self.ended_total: dict[str, int] = {}
@@ -193,7 +197,7 @@ class Gangs:
     def _prepare(self, gang: DesiredGang, continued: bool) -> None:
         self._begin(gang)
         self._change(gang.job, phase="preparing")
-        task = asyncio.get_running_loop().create_task(self._prepare_later(gang, continued))
+        task = asyncio.get_running_loop().create_task(self._traced_prepare(gang, continued))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -215,6 +219,10 @@ class Gangs:
         )  # fmt: skip
         self._records.setdefault(gang.job, GangRecord(gang.job, gang.generation))
         self._changed()
+
+    async def _traced_prepare(self, gang: DesiredGang, continued: bool) -> None:
+        with self.span("prepare", self.desired_index):
+            await self._prepare_later(gang, continued)
 
     async def _prepare_later(self, gang: DesiredGang, continued: bool) -> None:
         try:
@@ -279,7 +287,8 @@ class Gangs:
         new = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=now) for r in ranks)
         self._change(job, ranks=(*self._gangs[job].ranks, *new))
         self.started_total += len(ranks)
-        self.ranks.start(launches)
+        with self.span("start", self.desired_index):
+            self.ranks.start(launches)
         self._log.info("start", gang=job, generation=gang.generation, ranks=[r.rank for r in ranks])
 
     def _launch_of(self, gang: DesiredGang, r: DesiredRank, record: GangRecord) -> Launch:

@@ -90,6 +90,7 @@ class Agent:
         )
         self._liveness.on_unfenced = self._look.set
         self._register_metrics(telemetry)
+        self._gangs.span = telemetry.span
 
     def stop(self) -> None:
         """Make `run` return. Ranks go on running, unless the settings say otherwise."""
@@ -161,6 +162,7 @@ class Agent:
             except OSError as e:
                 self._log.error("seen_not_written", message="the next agent could obey an older document", error=e)
         self._desired = desired
+        self._gangs.desired_index = desired.index
         self._look.set()
 
     async def _reconcile(self) -> None:
