@@ -19,7 +19,7 @@ from gangline.core.model.codec import Frame, decode_frame, unpack
 from gangline.core.model.state import State
 from gangline.core.store import candidate
 from gangline.core.store.api import Ambiguous, Store, StoreError
-from gangline.core.store.archive import Archive
+from gangline.core.store.archive import Archive, NotArchived
 from gangline.core.store.election import Election, Leadership, announce
 from gangline.core.store.fencing import Fenced
 from gangline.core.store.keys import Keys
@@ -235,8 +235,11 @@ class Scheduler:
         except Truncated as e:
             if (self._archive.first or e.first_available) > first:
                 raise Gone(e.first_available) from e
-            for index, data in self._archive.read(first, e.first_available - 1):
-                yield decode_frame(data, index, None)
+            try:
+                for index, data in self._archive.read(first, e.first_available - 1):
+                    yield decode_frame(data, index, None)
+            except NotArchived as gap:
+                raise Gone(gap.next or e.first_available) from gap
             async for frame in self._history(e.first_available):
                 yield frame
 

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-#: seconds without a byte after which a connection counts as dead; a held read may take 30 s
+#: seconds without a byte after which a scheduler counts as gone and the next one is asked: one that is stopped still takes connections
+ANSWER_TIMEOUT_S = 12.0
+#: the same for a stream, on which nothing may happen for a while
+STREAM_TIMEOUT_S = 40.0
+CONNECT_TIMEOUT_S = 3.0
 #: how long a standby may take to know of a write of this client
 OWN_WRITES_WAIT = "5s"
-READ_TIMEOUT_S = 40.0
-CONNECT_TIMEOUT_S = 3.0
 #: how long "nobody leads" is waited out: longer than a leader's lease
 LEADERLESS_PATIENCE_S = 30.0
 #: how long nobody answering at all is waited out
@@ -219,6 +221,7 @@ class Client:
         target, tried = _target(path, self._own_writes(path, query)), []
         for url in self._in_turn():
             connection = self._connect(url)
+            connection.sock.settimeout(STREAM_TIMEOUT_S)
             try:
                 self._send(connection, "GET", target, None, {"Accept": "application/x-ndjson"})
                 answer = connection.getresponse()
@@ -299,7 +302,7 @@ class Client:
         make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = make(parts.hostname or "", parts.port, timeout=CONNECT_TIMEOUT_S)
         connection.connect()
-        connection.sock.settimeout(READ_TIMEOUT_S)
+        connection.sock.settimeout(ANSWER_TIMEOUT_S)
         return connection
 
     def _send(self, connection: http.client.HTTPConnection, method: str, target: str, data: bytes | None, headers: Mapping[str, str]) -> None:

@@ -114,9 +114,13 @@ def _called(state: State, job_id: str) -> str:
 def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
     """A reason is written when its code changes; numbers alone that change do not make an event."""
     groups: dict[tuple[str, str], tuple[Refusal, list[str]]] = {}
+    told: dict[str, None] = {}
     for names, why in _reasons(mirror, decisions):
         for name in names:
             job = state.jobs.get(name)
+            if name in told:
+                continue  # a pass before the one that helped may have refused it, too
+            told[name] = None
             if job is not None and job.state == "queued" and (job.deferral is None or job.deferral.code != why.code):
                 own = _in_ranks(job, why)
                 groups.setdefault((own.code, own.message), (own, []))[1].append(name)

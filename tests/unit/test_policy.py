@@ -8,7 +8,7 @@ from gangline.core.model import events as ev
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import IllegalTransition, apply, seal
 from gangline.core.model.project import project
-from gangline.core.model.queues import QueueSpec
+from gangline.core.model.queues import Amounts, QueueSpec
 from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import Job, State
 from gangline.core.model.statecodec import dump_state, load_state
@@ -781,3 +781,51 @@ def test_levels_come_and_go_with_the_labels_of_the_nodes() -> None:
     c.cycle()
     assert refusal(c, "y")[0] == "unknown_topology"
     assert dump_state(load_state(dump_state(c.state))) == dump_state(c.state)
+
+
+def test_a_more_important_gang_asks_a_less_important_one_to_leave_and_has_its_place_reserved() -> None:
+    c = Cluster("n1", "n2")
+    c.submit("old", ranks=8, preemption=Preemption(grace_s=5))
+    c.submit("young", ranks=8, preemption=Preemption(grace_s=5))
+    c.cycle()
+    c.run("old")
+    c.run("young")
+    c.submit("high", ranks=8, priority=90)
+    decided = c.cycle()
+    preempting = only(decided, ev.GangPreempting)
+    assert isinstance(preempting, ev.GangPreempting)
+    assert (preempting.job, preempting.cause, preempting.deadline_ms) == ("young", "preempted", c.now + 5_000)
+    deferred = only(decided, ev.GangsDeferred)
+    assert isinstance(deferred, ev.GangsDeferred)
+    assert (deferred.jobs, deferred.code) == (("high",), "reserved")
+    # Nobody else is disturbed while it waits, and nobody else gets its place.
+    c.submit("late", ranks=8)
+    assert not [e for e in c.cycle() if isinstance(e, ev.GangPreempting | ev.GangPlaced)]
+    for rank in range(8):
+        c.end("young", rank, -15)
+    placed = only(c.cycle(), ev.GangPlaced)
+    assert isinstance(placed, ev.GangPlaced)
+    assert placed.job == "high"
+    assert c.job("young").state == "queued"
+    assert c.job("young").restart.cause == "preempted"  # type: ignore[union-attr]
+    assert c.job("young").failures_ms == []
+    assert c.cycle() == []
+
+
+def test_quota_limit_and_hold_are_kept_and_over_quota_work_is_reclaimed() -> None:
+    c = Cluster("n1")
+    gpus = lambda n: Amounts(gpus_milli=n * 1000)  # noqa: E731
+    queues = (QueueSpec("a", quota=gpus(4)), QueueSpec("b", quota=gpus(4), limit=gpus(6)), QueueSpec("c", state="hold"))
+    c.add(ev.QueuesDeclared(queues=queues))
+    c.submit("b1", ranks=6, queue="b")
+    c.submit("b2", ranks=1, queue="b")
+    c.submit("c1", ranks=1, queue="c")
+    c.cycle()
+    assert [c.job(j).state for j in ("b1", "b2", "c1")] == ["placed", "queued", "queued"]
+    assert c.job("b2").deferral.code == "over_limit"  # type: ignore[union-attr]
+    assert c.job("c1").deferral.code == "queue_held"  # type: ignore[union-attr]
+    c.run("b1")
+    c.submit("a1", ranks=4, queue="a")
+    preempting = only(c.cycle(), ev.GangPreempting)
+    assert isinstance(preempting, ev.GangPreempting)
+    assert (preempting.job, preempting.cause) == ("b1", "reclaimed")
