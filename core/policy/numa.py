@@ -45,6 +45,16 @@ def zones_for(zones: list[Zone], policy: str, request: Request, now: bool) -> Zo
     return None
 
 
+def have_room(zones: list[Zone], use: ZoneUse) -> bool:
+    """Whether the zones will have room for this use again, when what is leaving has left."""
+    for z, amounts in use:
+        for r in range(3):
+            later = zones[z].later[r]
+            if later is not None and later < amounts[r]:
+                return False
+    return True
+
+
 def _need(request: Request) -> Vector:
     gpus = request.count * GPU if request.whole else 0
     return (gpus, request.cpu_milli, request.memory_bytes) if request.zone_bound else (gpus, 0, 0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gangline.core.policy import refusals, topology
 from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, Rank, RankState
 from gangline.core.policy.nodeindex import NodeIndex
+from gangline.core.policy.nodes import Place
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.scoring import best_place
 from gangline.core.policy.topology import Tiers
@@ -90,7 +91,7 @@ class Placer:
             if found is None:
                 continue
             place, waits = found
-            if evicted and rank.place is not None and place.node is rank.place.node and place.devices == rank.place.devices:
+            if evicted and self._stays(rank, place):
                 self._world.spare(rank)
             elif waits or task.reserve_only:
                 self._world.reserve(rank, place)
@@ -101,6 +102,32 @@ class Placer:
             nodes = self._world.nodes if tiers == [self.index] else [n for index in tiers for n in index.nodes]
             self.refusal = refusals.does_not_fit(self._world, rank, ranks, nodes)
         return False
+
+
+    def _stays(self, rank: Rank, place: Place) -> bool:
+        """Whether an evicted rank can stay where it is, if need be by giving other devices of the node to those who have reserved its own."""
+        own = rank.place
+        if own is None or place.node is not own.node or place.zones != own.zones:
+            return False
+        if place.devices == own.devices:
+            return True
+        if not rank.request.whole:
+            return False
+        taken = [d for d in own.devices if not own.node.later_mask >> d & 1]
+        instead = [d for d in place.devices if d not in own.devices]
+        shifts: list[tuple[Rank, tuple[int, ...]]] = []
+        for other in self._world.changes():
+            there = other.reservation
+            if there is None or there.node is not own.node or not other.request.whole or not any(d in taken for d in there.devices):
+                continue
+            swap = {d: instead.pop() for d in there.devices if d in taken}
+            taken = [d for d in taken if d not in swap]
+            shifts.append((other, tuple(sorted(swap.get(d, d) for d in there.devices))))
+        if taken:
+            return False
+        for other, devices in shifts:
+            self._world.shift(other, devices)
+        return True
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def fit(world: World, rank: Rank, node: Node, now: bool, own: Place | None = Non
         return None
     if request.affinity is not None and not near_enough(world, rank, node):
         return None
-    zones = numa.zones_for(node.zones, node.spec.numa_policy, request, now) if node.zones else ()
+    zones = _zones(node, request, now, own)
     if zones is None:
         return None
     if not request.count:
@@ -41,6 +41,14 @@ def fit(world: World, rank: Rank, node: Node, now: bool, own: Place | None = Non
         return None if chosen is None else Place(node, chosen, GPU, zones)
     found = devices.shares(node, request, now, world.options.share_devices)
     return None if found is None else Place(node, found[0], request.milli_on(node.spec.gpu_memory_mib), zones)
+
+
+def _zones(node: Node, request: Request, now: bool, own: Place | None) -> numa.ZoneUse | None:
+    if not node.zones:
+        return ()
+    if own is not None and own.node is node and numa.have_room(node.zones, own.zones):
+        return own.zones
+    return numa.zones_for(node.zones, node.spec.numa_policy, request, now)
 
 
 def must_wait(place: Place, request: Request) -> bool:
@@ -80,24 +88,27 @@ def near_enough(world: World, rank: Rank, node: Node) -> bool:
     affinity = rank.request.affinity
     assert affinity is not None
     if affinity.attract and not _others_in(world, rank, node, affinity.attract):
-        return False
+        # the first of those that want to be together has nobody to be near to
+        first = _value(node, affinity.attract) is not None and not _others(world, rank)
+        if not first:
+            return False
     return not (affinity.repel and _others_in(world, rank, node, affinity.repel))
 
 
 def _others_in(world: World, rank: Rank, node: Node, label: str) -> bool:
-    assert rank.request.affinity is not None
     domain = _value(node, label)
-    labels = rank.request.affinity.labels
-    if domain is None:
-        return False
-    return any(
-        other is not rank
-        and other.counts
-        and other.request.affinity is not None
-        and other.request.affinity.labels == labels
-        and _value((other.reservation or other.place or Place(node)).node, label) == domain
-        for other in world.affine
-    )
+    return domain is not None and any(_value(place.node, label) == domain for place in _others(world, rank))
+
+
+def _others(world: World, rank: Rank) -> list[Place]:
+    """Return where the other ranks with the same labels are, or will be."""
+    labels = _labels(rank)
+    alike = (r for r in world.affine if r is not rank and r.counts and _labels(r) == labels)
+    return [place for r in alike if (place := r.reservation or r.place) is not None]
+
+
+def _labels(rank: Rank) -> tuple[tuple[str, str], ...]:
+    return rank.request.affinity.labels if rank.request.affinity is not None else ()
 
 
 def _value(node: Node, label: str) -> str | None:

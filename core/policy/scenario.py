@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gangline.core.policy.audit import violations
-from gangline.core.policy.gangs import Job, Rank, RankState
+from gangline.core.policy.gangs import HOLDING, Job, Rank, RankState
+from gangline.core.policy.nodes import Node
 from gangline.core.policy.report import Decisions
-from gangline.core.policy.requests import ZERO, Vector, add
+from gangline.core.policy.requests import GPU, ZERO, Vector, add
 from gangline.core.policy.scenario_format import BadScenario, Facts, RankFact, Raw, build, check, first_facts, memory_of_rank, milli, quantity
 from gangline.core.policy.session import run_session
 from gangline.core.policy.world import World
@@ -214,9 +215,8 @@ def _charged(job: Job) -> Vector:
 
 def _compare_node(world: World, name: str, want: Raw, verdict: Verdict, where: str) -> None:
     node = world.node_by_name[name]
-    idle = sum(1 for d in range(node.gpus) if node.dev_idle[d] == 1000 and d not in node.sharing)
-    leaving = sum(1 for d in range(node.gpus) if node.dev_idle[d] == 0 and d not in node.sharing and node.dev_later[d] == 1000)
-    leaving += sum(1 for d in node.sharing if node.dev_later[d] == 1000 and node.dev_idle[d] < 1000)
+    idle = sum(1 for d in range(node.gpus) if node.dev_idle[d] == GPU and d not in node.sharing)
+    leaving = _leaving_devices(world, node)
     for what, has in (("idle_gpus", idle), ("releasing_gpus", leaving)):
         if want.get(what) is not None and want[what] != has:
             verdict.strict.append(f"{where}{name} has {what} {has}, expected {want[what]}")
@@ -225,6 +225,23 @@ def _compare_node(world: World, name: str, want: Raw, verdict: Verdict, where: s
             r = {"cpu": 1, "memory": 2}.get(resource, 0)
             if node.zones[int(zone)].later[r] != quantity(text, resource):
                 verdict.strict.append(f"{where}{name} zone {zone} has {node.zones[int(zone)].later[r]} of {resource}, expected {text}")
+
+
+def _leaving_devices(world: World, node: Node) -> int:
+    """Return how many devices only leaving ranks hold, less those that are reserved whole, whether leaving or idle."""
+    stays: set[int] = set()
+    leaves: set[int] = set()
+    reserved = 0
+    for job in world.jobs.values():
+        for rank in job.ranks:
+            if rank.place is not None and rank.place.node is node and rank.state in HOLDING:
+                (leaves if rank.state in (RankState.RELEASING, RankState.EVICTED) else stays).update(rank.place.devices)
+            if rank.reservation is not None and rank.reservation.node is node:
+                if rank.request.whole:
+                    reserved += len(rank.reservation.devices)
+                else:
+                    stays.update(rank.reservation.devices)
+    return len(leaves - stays) - reserved
 
 
 def _places(outcome: _Outcome, name: str, group: str) -> list[str]:

@@ -260,6 +260,15 @@ class World:
         self._take(rank, rank.place, 0, -1)
         self._charge(rank, rank.request.vector(rank.place.node.spec.gpu_memory_mib))
 
+    def shift(self, rank: Rank, devices: tuple[int, ...]) -> None:
+        """Give a reservation other whole devices of the same node, which must be free later."""
+        old = rank.reservation
+        assert old is not None, f"shift {rank.name}: it has no reservation"
+        self._journal.append(("shift", rank, rank.state, old, rank.charged))
+        rank.reservation = Place(old.node, devices, old.milli, old.zones)
+        self._take(rank, old, 0, 1)
+        self._take(rank, rank.reservation, 0, -1)
+
     def withdraw(self, rank: Rank) -> None:
         """Take back a reservation that was made in this session."""
         assert rank.reservation is not None, f"withdraw {rank.name}: it has no reservation"
@@ -295,6 +304,13 @@ class World:
             what, rank, state, place, charged = self._journal.pop()
             if what == "vanish":
                 self._unvanish(rank, state, place)
+                continue
+            if what == "shift":
+                assert place is not None
+                assert rank.reservation is not None
+                self._take(rank, rank.reservation, 0, 1)
+                self._take(rank, place, 0, -1)
+                rank.reservation = place
                 continue
             if what == "bind":
                 assert rank.place is not None

@@ -330,6 +330,16 @@ def test_a_gang_is_never_left_below_its_minimum() -> None:
     assert states(world) == {"gang-0": "n0 leaving", "gang-1": "n0 leaving", "higher-0": "n0 reserved"}
 
 
+def test_a_victim_stays_if_the_node_has_room_for_it_whatever_the_devices() -> None:
+    world = cluster(4)
+    queue(world, "q", 4)
+    job(world, "two", gpus=2, on=["n0"])
+    one = job(world, "one", on=["n0"])
+    wide = job(world, "wide", gpus=3, priority=75)
+    assert states(world) == {"two-0": "n0 leaving", "one-0": "n0", "wide-0": "n0 reserved"}
+    assert (one.ranks[0].place, wide.ranks[0].reservation) == (Place(world.nodes[0], (2,), GPU), Place(world.nodes[0], (0, 1, 3), GPU))
+
+
 def test_reclaim_takes_what_is_above_its_share_and_the_last_gang_may_be_larger() -> None:
     world = cluster(6)
     queue(world, "p", 3)
@@ -434,6 +444,19 @@ def test_ranks_that_repel_each_other_take_a_node_each() -> None:
     job(world, "gang", ranks=2, request=apart)
     job(world, "third", request=apart)
     assert states(world, "allocate") == {"gang-0": "n0", "gang-1": "n1"}
+
+
+def test_ranks_that_attract_each_other_share_a_rack() -> None:
+    world = cluster(1, 2, 2, labels=racks("a", "b", "b"))
+    queue(world, "q", 8)
+    together = Request(1, affinity=Affinity((("app", "x"),), attract="rack"))
+    job(world, "first", request=together)
+    job(world, "gang", ranks=3, request=together)
+    assert states(world, "allocate") == {"first-0": "n0"}
+    world.rollback(0)
+    world.remove_job("first")
+    job(world, "late", request=together, on=["n1"])
+    assert set(states(world, "allocate").values()) == {"n1", "n2"}
 
 
 def test_a_world_refuses_what_it_cannot_hold() -> None:
