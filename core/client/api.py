@@ -220,7 +220,11 @@ class Client:
         """Yield the lines of an endless answer as they come; ends when the connection does. Raises ApiError or Unreachable at the start."""
         target, tried = _target(path, self._own_writes(path, query)), []
         for url in self._in_turn():
-            connection = self._connect(url)
+            try:
+                connection = self._connect(url)
+            except OSError as error:
+                tried.append((url, _why(error)))
+                continue
             connection.sock.settimeout(STREAM_TIMEOUT_S)
             try:
                 self._send(connection, "GET", target, None, {"Accept": "application/x-ndjson"})
