@@ -11,14 +11,14 @@ from gangline.core.policy import evicting
 from gangline.core.policy.gangs import Job, Rank
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.report import Notes
-from gangline.core.policy.requests import Vector
+from gangline.core.policy.requests import GPU, Vector, mig_gpus
 from gangline.core.policy.victims import Validate
 from gangline.core.policy.world import World
 
 
 def consolidate(world: World, placer: Placer, notes: Notes) -> None:
     """Move what makes room for waiting jobs."""
-    mig = sum(1000 * max(0, later) for n in world.nodes for later in n.mig_later.values())
+    mig = sum(GPU * mig_gpus(p) * max(0, later) for n in world.nodes for p, later in n.mig_later.items())
 
     def offer(job: Job, _chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
         if not job.preemptible or need[0] > world.free_later()[0] + mig:

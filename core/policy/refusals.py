@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.predicates import right_kind
-from gangline.core.policy.requests import RESOURCES, Request, Vector, add
+from gangline.core.policy.requests import GPU, RESOURCES, Request, Vector, add, mig_gpus
 from gangline.core.policy.world import World
 
 
@@ -111,7 +111,7 @@ def amount(resource: int, value: int) -> str:
 
 
 def _mig_room(request: Request, nodes: list[Node]) -> int:
-    return sum(n.mig_later.get(p, 0) * 1000 for n in nodes for p, _ in request.mig)
+    return sum(n.mig_later.get(p, 0) * mig_gpus(p) * GPU for n in nodes for p, _ in request.mig)
 
 
 def _words(request: Request) -> str:

@@ -411,7 +411,7 @@ def _add_job(world: World, raw: Raw, facts: Facts) -> None:
     places: dict[int, tuple[RankState, Place | None]] = {}
     for at, (rank_raw, fact) in enumerate(zip(raw["ranks"], facts.ranks[raw["name"]], strict=True)):
         rank = Rank(job, at, f"{raw['name']}-{at}", world.intern(request_of(raw, rank_raw)), rank_raw.get("order_label"))
-        name = rank_raw.get("subgroup") or ""
+        name = rank_raw.get("subgroup") or job.podsets[0].name
         if job.single is None and name not in podsets:
             raise BadScenario(f"job {raw['name']}, rank {at}: there is no podset {name!r}")
         rank.podset = job.single or podsets[name]

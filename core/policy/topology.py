@@ -22,7 +22,7 @@ from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.predicates import right_kind, room
 from gangline.core.policy.refusals import Refusal
-from gangline.core.policy.requests import Request, Vector
+from gangline.core.policy.requests import GPU, Request, Vector, mig_gpus
 from gangline.core.policy.world import World
 
 #: indexes of the nodes that a rank may go to, the ones to prefer first
@@ -44,11 +44,15 @@ def domains_of(world: World, topology: str) -> tuple[dict[str, DomainId], tuple[
     levels = world.topologies.get(topology)
     if levels is None:
         return None
+    known = world.label_paths.get(topology)
+    if known is not None and known[:2] == (world.node_version, levels):
+        return known[2], levels
     paths = {}
     for node in world.nodes:
         labels = node.spec.labels
         if all(level in labels for level in levels):
             paths[node.name] = tuple(labels[level] for level in levels)
+    world.label_paths[topology] = (world.node_version, levels, paths)
     return paths, levels
 
 
@@ -145,7 +149,7 @@ def _on_node(request: Request, node: Node) -> int:
 
 
 def _free(nodes: list[Node]) -> Vector:
-    gpus = sum(max(0, n.later_milli) + sum(1000 * max(0, c) for c in n.mig_later.values()) for n in nodes)
+    gpus = sum(max(0, n.later_milli) + sum(GPU * mig_gpus(p) * max(0, c) for p, c in n.mig_later.items()) for n in nodes)
     return (gpus, sum(max(0, n.cpu_later) for n in nodes), sum(max(0, n.memory_later) for n in nodes))
 
 

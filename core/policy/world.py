@@ -66,6 +66,8 @@ class World:
         self.jobs: dict[str, Job] = {}
         #: levels of each topology, coarsest first
         self.topologies: dict[str, tuple[str, ...]] = {}
+        #: by topology: the label path of each node inside it, with the `node_version` and the levels that it was read from
+        self.label_paths: dict[str, tuple[int, tuple[str, ...], dict[str, tuple[str, ...]]]] = {}
         self.total: Vector = ZERO
         #: of all devices in the cluster, MiB
         self.smallest_device_mib = 0
