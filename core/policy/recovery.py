@@ -19,6 +19,8 @@ PREPARE_TIMEOUT_MS = 60_000
 AVOID_MS = 60_000
 #: placements in a row that fail to prepare before the job itself is blamed
 PREPARE_ATTEMPTS = 3
+#: two failures of the infrastructure within this time: the second restart waits for the job's first backoff
+_AGAIN_SO_SOON_MS = 10_000
 #: a node loss so soon after a rank failure is taken for its cause
 SAME_OUTAGE_MS = 60_000
 
@@ -175,19 +177,23 @@ def _rank_failure(job: Job, number: int, rank: Rank, now_ms: int) -> ev.LogEvent
     rules = job.spec.restart
     what = describe_exit(number, rank)
     kind = failure_class(rank)
-    final = _final(job, rank, kind, now_ms)
-    if final:
-        cause, why = final
-        return ev.GangFinished(job=job.id, outcome="failed", cause=cause, message=f"{what}; {why}", exit_code=_shell_status(rank))
+    alone = rules.on_rank_failure == "rank"
+    # The first failure brings the others of its gang down; ranks that restart alone fail each for its own reason.
+    failed = [(n, r) for p in job.parts.values() for n, r in p.ranks.items() if r.exited and _failed(r)] if alone else [(number, rank)]
+    for n, r in failed:
+        final = _final(job, r, failure_class(r), now_ms)
+        if final:
+            cause, why = final
+            message = f"{describe_exit(n, r)}; {why}"
+            return ev.GangFinished(job=job.id, outcome="failed", cause=cause, message=message, exit_code=_shell_status(r))
     cause = "hang" if rank.cause == "hang" else "rank_failed"
-    if rules.on_rank_failure == "rank":
-        failed = [(n, r) for p in job.parts.values() for n, r in p.ranks.items() if r.exited and _failed(r)]
+    if alone:
         if now_ms < _rank_backoff_end(job, rank):
             return None
         return ev.RankRestarting(
             job=job.id, generation=job.generation, ranks=tuple(sorted(n for n, _ in failed)), cause=cause, failure_class=kind, message=what
         )
-    delay_ms = _backoff_ms(job, now_ms) if kind == "application" else 0
+    delay_ms = _backoff_ms(job, now_ms) if kind == "application" else _pause_ms(job, now_ms)
     return ev.GangRestarting(
         job=job.id, generation=job.generation, cause=cause, failure_class=kind, message=what, lost_ranks=(number,),
         not_before_ms=now_ms + delay_ms if delay_ms else 0,
@@ -211,6 +217,12 @@ def _final(job: Job, rank: Rank, kind: ev.FailureClass, now_ms: int) -> tuple[st
     if used >= rules.max_restarts:
         return "restarts_exhausted", f"{used} of {rules.max_restarts} restarts within {rules.window_s:g} s are used up"
     return None
+
+
+def _pause_ms(job: Job, now_ms: int) -> int:
+    """Failures of the infrastructure are free, but one right after another does not restart the gang at once: it may be for ever."""
+    soon = job.restart is not None and now_ms - job.restart.failed_at_ms < _AGAIN_SO_SOON_MS
+    return int(job.spec.restart.backoff_initial_s * 1000) if soon else 0
 
 
 def _backoff_ms(job: Job, now_ms: int) -> int:

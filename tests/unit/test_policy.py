@@ -829,3 +829,29 @@ def test_quota_limit_and_hold_are_kept_and_over_quota_work_is_reclaimed() -> Non
     preempting = only(c.cycle(), ev.GangPreempting)
     assert isinstance(preempting, ev.GangPreempting)
     assert (preempting.job, preempting.cause) == ("b1", "reclaimed")
+
+
+def test_infrastructure_that_fails_again_and_again_is_not_restarted_in_a_spin() -> None:
+    c = Cluster("n1")
+    c.submit("a", restart=Restart(backoff_initial_s=2))
+    waits = []
+    for _ in range(3):
+        c.cycle()
+        c.run("a")
+        c.end("a", 0, -9, "lost")
+        c.cycle()
+        waits.append(max(0, c.job("a").not_before_ms - c.now))
+        c.now += 3_000
+    assert waits == [0, 2_000, 2_000]
+    assert c.job("a").failures_ms == []
+
+
+def test_of_ranks_that_restart_alone_each_failure_counts() -> None:
+    c = Cluster("n1")
+    c.submit("a", ranks=2, restart=Restart(on_rank_failure="rank", fail_exit_codes=(3,)))
+    c.cycle()
+    c.run("a")
+    c.end("a", 0, 1)
+    c.end("a", 1, 3)
+    c.cycle()
+    assert (c.job("a").outcome, c.job("a").exit_code) == ("failed", 3)
