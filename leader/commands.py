@@ -14,8 +14,10 @@ from gangline.core.model.codec import encode_event
 from gangline.core.model.fold import stranded
 from gangline.core.model.nearest import nearest
 from gangline.core.model.queues import Declaration, QueueSpec, QueueTree
-from gangline.core.model.spec import JobSpec
+from gangline.core.model.spec import JobSpec, TopologyRequest
 from gangline.core.model.state import State
+from gangline.core.model.topologies import Topology, changes, levels_by_name
+from gangline.core.model.topologies import check as check_topologies
 
 #: a declaration fits into one entry of the log, with room for what is already in that entry
 MAX_DECLARATION_BYTES = 768 * 1024
@@ -60,13 +62,14 @@ class SetBrake(msgspec.Struct, frozen=True):
 
 
 class DeclareQueues(msgspec.Struct, frozen=True):
-    """Make these the queues of the cluster, the whole tree."""
+    """Make these the queues and topologies of the cluster, all of them."""
 
     queues: tuple[QueueSpec, ...]
     #: index of the declaration that they were made from, 0 when there was none: another one since then is not overwritten
     base: int
     by: str = ""
     reason: str = ""
+    topologies: tuple[Topology, ...] = ()
 
 
 Command = Submit | Stop | Administer | SetBrake | DeclareQueues
@@ -119,6 +122,7 @@ def _submit(state: State, c: Submit) -> ev.LogEvent | Accepted:
         message = f"the name {c.spec.name} belongs to {holder}, which is {state.jobs[holder].state}; stop it or take another"
         raise Refused(409, "name_in_use", message)
     _check_queue(state.queues, c.spec.queue)
+    _check_topology(state.queues.declaration.topologies, c.spec.topology)
     return ev.JobSubmitted(
         job=c.job, spec=c.spec, user=c.user, idempotency_key=c.idempotency_key, body_digest=c.body_digest, trace_id=c.trace_id
     )
@@ -141,9 +145,26 @@ def _check_queue(tree: QueueTree, queue: str) -> None:
             raise Refused(409, "queue_drains", f"queue {queue} drains{above}: it takes no more jobs")
 
 
+def _check_topology(topologies: tuple[Topology, ...], asked: TopologyRequest) -> None:
+    """Refuse a job that asks for a topology or level that is not declared; before any is declared that shows when it is placed."""
+    if not topologies or not asked:
+        return
+    levels = levels_by_name(topologies, ()).get(asked.name)
+    if levels is None:
+        raise Refused(404, "no_such_topology", f"there is no topology {asked.name}; {_which(asked.name, [t.name for t in topologies])}")
+    for level in (asked.required, asked.preferred):
+        if level and level not in levels:
+            raise Refused(404, "no_such_topology", f"topology {asked.name} has no level {level}; {_which(level, list(levels))}")
+
+
+def _which(word: str, words: list[str]) -> str:
+    near = nearest(word, words)
+    return f"did you mean {near}?" if near else f"there are {', '.join(words[:8])}"
+
+
 def _declare_queues(state: State, c: DeclareQueues) -> ev.LogEvent | Accepted:
     present = state.queues
-    if c.queues == present.declaration.queues:
+    if c.queues == present.declaration.queues and not changes(present.declaration.topologies, c.topologies):
         return Accepted(present.index, "queues", replayed=True)
     if c.base != present.index:
         by = f" by {present.declaration.by}" if present.declaration.by else ""
@@ -151,6 +172,7 @@ def _declare_queues(state: State, c: DeclareQueues) -> ev.LogEvent | Accepted:
         raise Refused(412, "queues_changed", message)
     try:
         tree = QueueTree(Declaration(c.queues))
+        check_topologies(c.topologies)
     except ValueError as e:
         raise Refused(422, "bad_queues", str(e)) from None
     if not tree.declared:
@@ -162,7 +184,7 @@ def _declare_queues(state: State, c: DeclareQueues) -> ev.LogEvent | Accepted:
         live = f"{jobs} live job{'' if jobs == 1 else 's'}"
         remedy = "keep it as it is with `state: drain` until they have ended, or stop them"
         raise Refused(409, "queue_in_use", f"queue {queue} {which} and has {live}: {remedy}{more}")
-    event = ev.QueuesDeclared(queues=c.queues, by=c.by, reason=c.reason)
+    event = ev.QueuesDeclared(queues=c.queues, topologies=c.topologies, by=c.by, reason=c.reason)
     if len(encode_event(event)) > MAX_DECLARATION_BYTES:
         raise Refused(413, "too_large", f"the declaration has more than {MAX_DECLARATION_BYTES:,} bytes as an entry of the log")
     return event

@@ -8,6 +8,7 @@ import msgspec
 
 from gangline.core.model.queues import Amounts, QueueSpec, QueueState, QueueTree, Weights, amount
 from gangline.core.model.state import Job, State
+from gangline.core.model.topologies import Topology, levels_by_name
 
 
 class AmountsRow(msgspec.Struct, frozen=True):
@@ -173,3 +174,21 @@ def capacity_warnings(state: State, queues: tuple[QueueSpec, ...]) -> list[str]:
         for what in have
         if want[what] > have[what]
     ]
+
+
+def topology_warnings(state: State, topologies: tuple[Topology, ...]) -> list[str]:
+    """Return which nodes would be outside of a declared topology, and how many live jobs ask for what would not be there."""
+    nodes = [node for node in state.nodes.values() if node.status == "up"]
+    found: list[str] = []
+    for topology in topologies:
+        outside = [node.id for node in nodes if any(level not in node.registration.labels for level in topology.levels)]
+        if outside:
+            which = f"{', '.join(outside[:3])}{f' and {len(outside) - 3} more' if len(outside) > 3 else ''}"
+            found.append(f"topology {topology.name}: outside of it, without all of its labels: {which}")
+    levels = levels_by_name(topologies, ())
+    asked = [job.spec.topology for job in state.jobs.values() if job.state != "finished" and job.spec.topology]
+    lost = sum(any(level and level not in levels.get(each.name, ()) for level in (each.required, each.preferred)) for each in asked)
+    if topologies and lost:
+        jobs = "1 live job asks" if lost == 1 else f"{lost} live jobs ask"
+        found.append(f"{jobs} for a topology or level that would not be declared, and would wait for it")
+    return found

@@ -103,6 +103,11 @@ CODES: dict[str, tuple[str, str, str]] = {
         "Once queues are declared, a job goes to one of them that has no queues below it.",
         "`gangline queues` lists them; name one by `queue` in the job file.",
     ),
+    "no_such_topology": (
+        "no such topology or level",
+        "Once topologies are declared, a job asks for levels of one of them; `hostname`, the node itself, is a level of each.",
+        "`gangline queues --file` shows what is declared; name it by `topology` in the job file.",
+    ),
     "queue_drains": (
         "the queue takes no jobs",
         "It, or a queue above it, is declared with `state: drain`: what it has runs out, and nothing new is accepted.",
@@ -118,10 +123,14 @@ CODES: dict[str, tuple[str, str, str]] = {
         "The queues were declared anew after the declaration that this change was made from. Nothing was done.",
         "Apply again: the difference is shown from what is declared now.",
     ),
-    "bad_queues": ("not a tree of queues", "A queue is named twice, or before the queue that it is under.", "Send what the message asks for."),
+    "bad_queues": (
+        "not a tree of queues",
+        "A queue is named twice, or before the queue that it is under; or a topology has a level twice.",
+        "Send what the message asks for.",
+    ),
     "if_match_required": (
         "changed from what?",
-        "A declaration replaces all queues, so it has to name the one that it was made from.",
+        "A declaration replaces all queues and topologies, so it has to name the one that it was made from.",
         "Send the ETag of GET /v1/queues as If-Match; `gangline apply` does.",
     ),
     "node_is_up": ("the node is up", "Only a lost node can be called dead.", "Stop its agent or cut its power first."),
@@ -234,7 +243,7 @@ CODES: dict[str, tuple[str, str, str]] = {
     "unknown_topology": (
         "no such topology or level",
         "The job asks to be placed by a topology, or a level of it, that the cluster does not have.",
-        "Correct the job file.",
+        "Correct the job file, or declare the topology. Without a declaration only labels count that all nodes carry that are up.",
     ),
     "no_node_allowed": (
         "no node that it may use",

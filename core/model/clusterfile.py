@@ -1,6 +1,8 @@
-"""From what operators write about a cluster to its declared queues, and back. The fields are described for people in docs/queues.md.
+"""From what operators write about a cluster to what is declared of it, and back. Described for people in docs/queues.md and docs/topology.md.
 
-    text ── strict_yaml / strict_json ──▶ plain objects ── the tables below ──▶ QueueSpecs ── to_words ──▶ plain objects
+    text ── strict_yaml / strict_json ──▶ plain objects ── the tables below ──▶ Declaration ── to_words ──▶ plain objects
+
+What is read is a Declaration that no entry has declared yet: only its queues and topologies are given.
 
 As with the job file, nothing is guessed or passed over, and all problems are reported at once, each with its place.
 """
@@ -22,8 +24,10 @@ from gangline.core.model.fields import (
     duration,
     duration_word,
     hundredths,
+    list_of,
     number,
     one_of,
+    read_label,
     read_mapping,
     section,
     size,
@@ -31,7 +35,8 @@ from gangline.core.model.fields import (
     whole,
 )
 from gangline.core.model.problems import MAX_PROBLEMS, BadJob, Problem, child_pointer, show
-from gangline.core.model.queues import MAX_LEVELS, MAX_QUEUES, Amounts, Change, QueueDiff, QueueSpec, Value, Weights
+from gangline.core.model.queues import MAX_LEVELS, MAX_QUEUES, Amounts, Change, Declaration, QueueDiff, QueueSpec, Value, Weights
+from gangline.core.model.topologies import MAX_DEPTH, MAX_TOPOLOGIES, NODE_LEVEL, Topology, TopologyChange
 from gangline.core.model.units import format_size
 
 MAX_BYTES: Final = 1024 * 1024
@@ -41,8 +46,8 @@ _DAY_S: Final = 86_400.0
 _YAML_DEPTH: Final = 2 * MAX_LEVELS + 4
 
 
-def parse_yaml(text: bytes | str, filename: str = "") -> tuple[QueueSpec, ...]:
-    """Return the queues that a cluster file declares. Raises BadJob with all its problems."""
+def parse_yaml(text: bytes | str, filename: str = "") -> Declaration:
+    """Return what a cluster file declares. Raises BadJob with all its problems."""
     from gangline.core.model.strict_yaml import load_yaml  # yaml is not needed where only JSON is read
 
     problems: list[Problem] = []
@@ -52,42 +57,43 @@ def parse_yaml(text: bytes | str, filename: str = "") -> tuple[QueueSpec, ...]:
         raise BadJob(bad.problems, filename) from None
     if len(documents) > 1:
         problems.append(Problem("", f"{len(documents):,} documents: a cluster file is one, so that the whole tree is in one place.", "GL-1110"))
-    queues: tuple[QueueSpec, ...] = ()
+    declared = Declaration()
     if documents:
         reading = Reading(documents[0].places, documents[0].key_places, "a cluster file")
-        queues = _cluster(reading, documents[0].value)
+        declared = _cluster(reading, documents[0].value)
         problems += reading.problems
     elif not problems:
         problems.append(Problem("", "The file is empty; the smallest is `queues: {default: {}}`.", "GL-1001"))
     if problems:
         problems.sort(key=lambda p: (p.line or 0, p.column or 0))
         raise BadJob(problems[:MAX_PROBLEMS], filename)
-    return queues
+    return declared
 
 
-def parse_json(source: object) -> tuple[QueueSpec, ...]:
-    """Return the queues that a decoded JSON object declares. Raises BadJob."""
+def parse_json(source: object) -> Declaration:
+    """Return what a decoded JSON object declares. Raises BadJob."""
     reading = Reading({}, {}, "a cluster file")
-    queues = _cluster(reading, source)
+    declared = _cluster(reading, source)
     if reading.problems:
         raise BadJob(reading.problems)
-    return queues
+    return declared
 
 
-def to_words(queues: tuple[QueueSpec, ...]) -> dict[str, Any]:
-    """Return the declaration in the cluster file's words, without defaults; `parse_json` reads the same queues back from it."""
+def to_words(declared: Declaration) -> dict[str, Any]:
+    """Return the declaration in the cluster file's words, without defaults; `parse_json` reads the same queues and topologies back from it."""
     top: dict[str, Any] = {}
     below = {"": top}
-    for queue in queues:
+    for queue in declared.queues:
         words = below[queue.path] = queue_words(queue)
         place = top if not queue.parent else below[queue.parent].setdefault("queues", {})
         place[queue.name] = words
-    return {"queues": top}
+    topologies = {topology.name: list(topology.levels) for topology in declared.topologies}
+    return {"topologies": topologies, "queues": top} if topologies else {"queues": top}
 
 
-def to_yaml(queues: tuple[QueueSpec, ...]) -> str:
-    """Return the declaration as a cluster file; `parse_yaml` reads the same queues back from it."""
-    return words_to_yaml(to_words(queues))
+def to_yaml(declared: Declaration) -> str:
+    """Return the declaration as a cluster file; `parse_yaml` reads the same queues and topologies back from it."""
+    return words_to_yaml(to_words(declared))
 
 
 def words_to_yaml(words: dict[str, Any]) -> str:
@@ -157,18 +163,52 @@ _QUEUE: Fields = {
 }
 
 
-def _cluster(reading: Reading, value: Any) -> tuple[QueueSpec, ...]:
+def _cluster(reading: Reading, value: Any) -> Declaration:
     """Read a whole file; what it returns is only good when there are no problems."""
     if type(value) is not dict:
         reading.refuse("", "GL-1006", f"{show(value)} is not a cluster file; the smallest is `queues: {{default: {{}}}}`.")
-        return ()
+        return Declaration()
     queues: list[QueueSpec] = []
-    found = read_mapping(reading, "", value, {"queues": ("queues", _queues_under("", queues))})
-    if not (found or reading.problems):
+    fields: Fields = {"queues": ("queues", _queues_under("", queues)), "topologies": ("topologies", _topologies)}
+    found = read_mapping(reading, "", value, fields) or {}
+    if "queues" not in found and not reading.problems:
         reading.refuse("", "GL-1103", "The field queues is missing: a mapping of names to queues, as {default: {}}.")
     if len(queues) > MAX_QUEUES:
         reading.refuse("/queues", "GL-1110", f"{len(queues):,} queues are more than the limit of {MAX_QUEUES:,}.")
-    return tuple(queues)
+    return Declaration(tuple(queues), topologies=found.get("topologies", ()))
+
+
+_LEVELS = "a list of node labels, coarsest first, as [zone, rack]"
+
+
+def _topologies(reading: Reading, at: str, value: Any) -> tuple[Topology, ...] | None:
+    if type(value) is not dict:
+        reading.wrong(at, value, "a mapping of names to lists of node labels, as {default: [zone, rack]}")
+        return None
+    if len(value) > MAX_TOPOLOGIES:
+        reading.refuse(at, "GL-1110", f"{len(value):,} topologies are more than the limit of {MAX_TOPOLOGIES}.")
+        return None
+    found: list[Topology] = []
+    for name, item in value.items():
+        where = child_pointer(at, name[:100])
+        if not NAME.fullmatch(name):
+            reading.refuse(where, "GL-1105", f"{show(name)} is not the name of a topology: {NAME_RULE}.", key=True)
+            continue
+        found.append(Topology(name, _levels(reading, where, item) or ()))
+    return tuple(found)
+
+
+def _levels(reading: Reading, at: str, value: Any) -> tuple[str, ...] | None:
+    levels: tuple[str, ...] | None = list_of(read_label, _LEVELS, MAX_DEPTH)(reading, at, value)
+    if levels is None:
+        return None
+    if NODE_LEVEL in levels:
+        reading.refuse(at, "GL-1108", f"{NODE_LEVEL} is the finest level of every topology and is not declared; leave it out.")
+    elif len(levels) < len(value):
+        reading.refuse(at, "GL-1108", "A level is given twice.")
+    elif not all(levels) or not levels:
+        reading.refuse(at, "GL-1103", f"There is no level in it: needed is {_LEVELS}.")
+    return levels
 
 
 def _queues_under(parent: str, queues: list[QueueSpec]) -> Reader:
@@ -273,12 +313,17 @@ def _value_word(field: str, value: Value) -> Value:
     return thousandths_word(int(value)) if "." in field else value
 
 
-def diff_words(diff: QueueDiff) -> dict[str, Any]:
-    """Return a difference as the API tells it: queues that come with what they are given, that go, and what changes."""
+def diff_words(diff: QueueDiff, topologies: list[TopologyChange]) -> dict[str, Any]:
+    """Return a difference as the API tells it: queues that come with what they are given, that go, and what changes; the same of topologies."""
     changed = [(change.queue, *change_words(change)) for change in diff.changed]
     return {
         "added": [{"queue": queue.path, "fields": queue_words(queue)} for queue in diff.added],
         "removed": [queue.path for queue in diff.removed],
         "changed": [{"queue": queue, "field": field, "old": old, "new": new} for queue, field, old, new in changed],
         "reordered": bool(diff.order),
+        "topologies": [{"topology": each.name, "old": _list(each.old), "new": _list(each.new)} for each in topologies],
     }
+
+
+def _list(levels: tuple[str, ...] | None) -> list[str] | None:
+    return None if levels is None else list(levels)

@@ -34,7 +34,7 @@ class Topology(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
 
 class TopologyChange(msgspec.Struct, frozen=True, gc=False):
-    """The levels of one topology before and after; None where it does not exist."""
+    """The levels of one topology before and after; None where there is no such topology."""
 
     name: str
     old: tuple[str, ...] | None

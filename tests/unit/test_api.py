@@ -1223,6 +1223,7 @@ async def test_a_change_says_what_it_changes_and_a_dry_run_changes_nothing(api: 
         "removed": ["batch"],
         "changed": [{"queue": "research", "field": "quota.gpus", "old": 8, "new": 7}],
         "reordered": False,
+        "topologies": [],
     }
     for query, index in (("?dry_run=1", 2), ("", 3)):
         status, body, _ = await declare(api, other, 2, query)
@@ -1230,6 +1231,26 @@ async def test_a_change_says_what_it_changes_and_a_dry_run_changes_nothing(api: 
         assert any("more than its own 7 GPUs" in warning for warning in body["warnings"])
     status, body, _ = await declare(api, other, 2)  # said again: it is so already
     assert (status, body["index"], body["diff"]["changed"], api.scheduler.state.index) == (200, 3, [], 3)
+
+
+async def test_topologies_go_with_the_queues(api: Api) -> None:
+    await api.scheduler.write(ev.NodeJoined(registration=registration("n1")))
+    near = {**SPEC, "topology": {"required": "rack", "preferred": "nvlink"}}
+    assert (await api("POST", "/v1/jobs", near))[0] == 201
+    everything = {"default": {}, "research": {}}
+    status, body, _ = await declare(api, everything, 0, topologies={"default": ["zone", "rack"]})
+    assert (status, body["diff"]["topologies"]) == (200, [{"topology": "default", "old": None, "new": ["zone", "rack"]}])
+    assert any("outside of it, without all of its labels: n1" in warning for warning in body["warnings"])
+    assert any("1 live job asks for a topology or level" in warning for warning in body["warnings"])
+    _, body, _ = await api("GET", "/v1/queues")
+    assert body["declared"] == {"topologies": {"default": ["zone", "rack"]}, "queues": everything}
+    status, body, _ = await api("POST", "/v1/jobs", near)
+    assert (status, body["code"]) == (404, "no_such_topology")
+    status, answer, _ = await declare(api, everything, 4, "?dry_run=1")
+    assert (status, answer["diff"]["topologies"]) == (200, [{"topology": "default", "old": ["zone", "rack"], "new": None}])
+    _, body, _ = await api("POST", "/v1/jobs", {**SPEC, "topology": {"required": "rack"}})
+    _, body, _ = await api("GET", f"/v1/jobs/{body['job']}")
+    assert body["spec"]["topology"] == {"required": "rack", "name": "default"}
 
 
 async def test_a_declaration_made_from_another_one_is_refused(api: Api) -> None:

@@ -26,6 +26,7 @@ from gangline.core.client.commands import nodes as nodes_command
 from gangline.core.client.commands import run as run_command
 from gangline.core.client.commands.read import runs
 from gangline.core.model.jobfile import parse_json_spec
+from gangline.core.model.spec import TopologyRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -425,11 +426,12 @@ def test_every_field_of_run_is_one_of_the_job_file() -> None:
     values = {"int": "8", "ints": ("8",), "number": "2", "duration": "60"}
     texts = {"name": "a", "queue": "q", "memory": "1GiB", "workdir": "/a", "checkpoint-path": "/a", "on-rank-failure": "gang",
              "fail-signal": ("SIGABRT",), "on-node-failure": "fail", "preemption-signal": "SIGINT", "on-disconnect": "keep",
-             "gpu-model": ("H100",)}  # fmt: skip
+             "gpu-model": ("H100",), "topology-required": "rack", "topology-preferred": "nvlink", "topology-name": "ib"}  # fmt: skip
     given = {name.replace("-", "_"): texts.get(name) or values[kind] for name, (_, kind, _) in run_command.FIELDS.items()}
     spec = parse_json_spec(run_command._words(given, ("a",), None, ()))
     assert spec.restart.fail_exit_codes == (8,)
     assert spec.resources.cpus_milli == 2000
+    assert spec.topology == TopologyRequest("rack", "nvlink", "ib")
 
 
 # ---------------------------------------------------------------- reading
@@ -686,7 +688,7 @@ QUEUES = {
     "declared": {"queues": {"research": {"quota": {"gpus": 64}, "queues": {"nlp": {"state": "hold"}}}, "batch": {}}},
     "index": 7, "at_ms": 1_000, "by": "me", "reason": "",
 }  # fmt: skip
-NO_DIFF: dict[str, Any] = {"added": [], "removed": [], "changed": [], "reordered": False}
+NO_DIFF: dict[str, Any] = {"added": [], "removed": [], "changed": [], "reordered": False, "topologies": []}
 DIFF = {
     "added": [
         {"queue": "urgent", "fields": {"quota": {"gpus": 8, "models": {"H100": {"gpus": 4}}}, "state": "hold"}},
@@ -699,6 +701,11 @@ DIFF = {
         {"queue": "batch", "field": "reclaim_min_runtime", "old": "10m", "new": None},
     ],
     "reordered": True,
+    "topologies": [
+        {"topology": "old", "old": ["rack"], "new": None},
+        {"topology": "default", "old": ["zone"], "new": ["zone", "rack"]},
+        {"topology": "new", "old": None, "new": ["rack"]},
+    ],
 }
 SAID = """\
 - old
@@ -708,13 +715,16 @@ SAID = """\
 ~ research: limit.memory unlimited → 2TiB
 ~ batch: reclaim_min_runtime 10m → as above
 ~ the order of the queues
+- topology old
+~ topology default: zone → zone > rack
++ topology new: rack
 """
 
 
 @pytest.fixture
 def clusterfile(tmp_path: Path) -> str:
     path = tmp_path / "cluster.yaml"
-    path.write_text("queues:\n  research: {quota: {gpus: 72, memory: 2048GiB}}\n  urgent:\n")
+    path.write_text("topologies: {default: [zone, rack]}\nqueues:\n  research: {quota: {gpus: 72, memory: 2048GiB}}\n  urgent:\n")
     return str(path)
 
 
@@ -749,10 +759,10 @@ def test_queues_as_a_tree_and_as_a_file(server: FakeScheduler, run: Run, tmp_pat
 def test_apply_shows_the_difference_and_applies_it(server: FakeScheduler, run: Run, clusterfile: str) -> None:
     declaring(server, warnings=["research: odd"])
     ran = run("apply", "-f", clusterfile, "--reason", "more")
-    assert (ran.code, ran.out) == (0, f"{SAID}7 things changed\n")
+    assert (ran.code, ran.out) == (0, f"{SAID}10 things changed\n")
     assert ran.err == "gangline: warning: research: odd\n"
     planned, applied = server.asked("PUT", "/v1/queues")
-    words = {"queues": {"research": {"quota": {"gpus": 72, "memory": "2TiB"}}, "urgent": {}}}
+    words = {"topologies": {"default": ["zone", "rack"]}, "queues": {"research": {"quota": {"gpus": 72, "memory": "2TiB"}}, "urgent": {}}}
     assert (planned.query, planned.body, planned.headers["if-match"]) == ({"dry_run": "1"}, words, '"7"')
     assert (applied.query, applied.body, applied.headers["if-match"]) == ({}, {**words, "reason": "more"}, '"7"')
 
@@ -760,7 +770,7 @@ def test_apply_shows_the_difference_and_applies_it(server: FakeScheduler, run: R
 def test_apply_dry_run_and_nothing_to_change_write_nothing(server: FakeScheduler, run: Run, clusterfile: str) -> None:
     declaring(server)
     ran = run("apply", "-f", clusterfile, "--dry-run")
-    assert (ran.code, ran.out, ran.err) == (0, SAID, "7 things would be changed\n")
+    assert (ran.code, ran.out, ran.err) == (0, SAID, "10 things would be changed\n")
     assert run("apply", "-f", clusterfile, "--dry-run", "--detailed-exitcode").code == 2
     assert json.loads(run("apply", "-f", clusterfile, "--dry-run", "--json").out)["diff"] == DIFF
     declaring(server, NO_DIFF)

@@ -14,6 +14,8 @@ from gangline.core.model import clusterfile
 from gangline.core.model import events as ev
 from gangline.core.model.clusterfile import change_words, diff_words, parse_json, parse_yaml, queue_words, to_words, to_yaml
 from gangline.core.model.fold import IllegalTransition, apply
+from gangline.core.model.jobfile import parse_yaml as read_jobs
+from gangline.core.model.narrate import sentence
 from gangline.core.model.problems import BadJob
 from gangline.core.model.queues import (
     MAX_LEVELS,
@@ -28,9 +30,10 @@ from gangline.core.model.queues import (
     patched,
     warnings,
 )
-from gangline.core.model.spec import JobSpec
+from gangline.core.model.spec import JobSpec, TopologyRequest
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import BadSnapshot, dump_state, load_state
+from gangline.core.model.topologies import Topology, changes
 from gangline.leader.commands import Accepted, DeclareQueues, Refused, Submit, admit
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +55,12 @@ queues:
       nlp: {quota: {gpus: 32.5}, preempt_min_runtime: 0, user_fairness: true}
       vision: {state: hold}
   batch:
+topologies:
+  default: [zone, rack, example.org/nvlink]
+  flat: [rack]
 """
 
+TOPOLOGIES = (Topology("default", ("zone", "rack", "example.org/nvlink")), Topology("flat", ("rack",)))
 DECLARED = (
     QueueSpec(
         "research",
@@ -78,9 +85,10 @@ def tree(*paths: str, **states: Any) -> QueueTree:
 
 
 def test_a_file_becomes_its_declaration() -> None:
-    assert parse_yaml(FILE) == DECLARED
-    assert parse_json(to_words(DECLARED)) == DECLARED
-    assert parse_yaml(to_yaml(DECLARED)) == DECLARED
+    declared = Declaration(DECLARED, topologies=TOPOLOGIES)
+    assert parse_yaml(FILE) == declared
+    assert parse_json(to_words(declared)) == declared
+    assert parse_yaml(to_yaml(declared)) == declared
 
 
 BAD = """\
@@ -138,6 +146,17 @@ def test_all_problems_of_a_file_at_once_each_with_its_place() -> None:
         ("queues: {}\n", "GL-1103"),
         ("queues: [a]\n", "GL-1102"),
         ("queues: {a: {}}\n---\nqueues: {b: {}}\n", "GL-1110"),
+        ("topologies: {default: [rack]}\n", "GL-1103"),
+        ("queues: {a: {}}\ntopologies: [rack]\n", "GL-1102"),
+        ("queues: {a: {}}\ntopologies: {default: rack}\n", "GL-1102"),
+        ("queues: {a: {}}\ntopologies: {default: []}\n", "GL-1103"),
+        ("queues: {a: {}}\ntopologies: {default: ['']}\n", "GL-1103"),
+        ("queues: {a: {}}\ntopologies: {default: [rack, rack]}\n", "GL-1108"),
+        ("queues: {a: {}}\ntopologies: {default: [rack, hostname]}\n", "GL-1108"),
+        ("queues: {a: {}}\ntopologies: {default: [rack, 'no label']}\n", "GL-1105"),
+        ("queues: {a: {}}\ntopologies: {Default: [rack]}\n", "GL-1105"),
+        ("queues: {a: {}}\ntopologies: {default: [" + ", ".join(f"l{i}" for i in range(17)) + "]}\n", "GL-1110"),
+        ("queues: {a: {}}\ntopologies: {" + ", ".join(f"t{i}: [rack]" for i in range(65)) + "}\n", "GL-1110"),
         ("queues: {a: {}, a: {}}\n", "GL-1005"),
         ("queues: {a: &x {}, b: *x}\n", "GL-1003"),
         ("queues: {a: {quota: {models: {h100: {gpus: 1}, H100: {gpus: 1}}}}}\n", "GL-1108"),
@@ -163,7 +182,7 @@ def test_queues_are_as_deep_as_the_path_of_a_job_may_be() -> None:
     import yaml
 
     deepest = parse_yaml(yaml.safe_dump(nested(MAX_LEVELS)))
-    assert deepest[-1].path == "/".join(f"q{i}" for i in range(MAX_LEVELS))
+    assert deepest.queues[-1].path == "/".join(f"q{i}" for i in range(MAX_LEVELS))
     assert parse_json(nested(MAX_LEVELS)) == deepest
     for parse in (parse_json, lambda words: parse_yaml(yaml.safe_dump(words))):
         with pytest.raises(BadJob) as refused:
@@ -185,7 +204,13 @@ def test_files_of_the_manual_can_be_declared() -> None:
     files = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert files
     for file in files:
-        assert warnings(parse_yaml(file)) == []
+        assert warnings(parse_yaml(file).queues) == []
+
+
+def test_examples_of_the_manual_of_topologies_are_read() -> None:
+    cluster, job = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "topology.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [topology.name for topology in parse_yaml(cluster).topologies] == ["default", "storage"]
+    assert read_jobs(job)[0].topology == TopologyRequest("block", "rack")
 
 
 # ---------------------------------------------------------------- laws
@@ -238,9 +263,9 @@ def test_a_difference_leads_from_one_declaration_to_the_other(old: tuple[QueueSp
 @given(queues=declarations())
 def test_what_is_written_out_is_read_back(queues: tuple[QueueSpec, ...]) -> None:
     assert not diff(queues, queues)
-    assert parse_json(to_words(queues)) == queues
-    assert parse_yaml(to_yaml(queues)) == queues
-    assert QueueTree(Declaration(queues)).declared
+    declared = Declaration(queues)
+    assert parse_json(to_words(declared)) == parse_yaml(to_yaml(declared)) == declared
+    assert QueueTree(declared).declared
     warnings(queues)
 
 
@@ -255,7 +280,14 @@ def test_order_counts_and_is_only_told_when_it_has_changed() -> None:
 def test_a_difference_in_words() -> None:
     new = list(DECLARED)
     new[0] = QueueSpec("research", Amounts(None, 512_500, 3 << 20, {"H100": 33_000}), over_quota_weight=Weights(gpus=0.5), state="drain")
-    found = diff_words(diff(DECLARED, (*new[:2], QueueSpec("new", quota=Amounts(memory_mib=0)))))
+    topologies = changes(TOPOLOGIES, (Topology("flat", ("row", "rack")), Topology("new", ("x",))))
+    found = diff_words(diff(DECLARED, (*new[:2], QueueSpec("new", quota=Amounts(memory_mib=0)))), topologies)
+    assert found["topologies"] == [
+        {"topology": "default", "old": ["zone", "rack", "example.org/nvlink"], "new": None},
+        {"topology": "flat", "old": ["rack"], "new": ["row", "rack"]},
+        {"topology": "new", "old": None, "new": ["x"]},
+    ]
+    assert changes(TOPOLOGIES, TOPOLOGIES[::-1]) == []
     assert found["removed"] == ["research/vision", "batch"]
     assert found["added"] == [{"queue": "new", "fields": {"quota": {"memory": "0MiB"}}}]
     assert [(c["field"], c["old"], c["new"]) for c in found["changed"]] == [
@@ -329,7 +361,7 @@ def test_what_is_no_tree_is_refused(paths: tuple[str, ...]) -> None:
     ],
 )
 def test_what_is_probably_not_meant(queues: str, said: str) -> None:
-    found = warnings(parse_yaml(f"queues: {queues}"))
+    found = warnings(parse_yaml(f"queues: {queues}").queues)
     assert len(found) == 1
     assert said in found[0]
 
@@ -416,6 +448,43 @@ def test_declarations_are_admitted_from_the_present_one() -> None:
     assert refusal(state, DeclareQueues((QueueSpec("a/b"),), 1))[:2] == (422, "bad_queues")
     huge = tuple(QueueSpec(f"{'q' * 60}{i}", quota=Amounts(models={f"MODEL-{n}": n * 1_000 for n in range(60)})) for i in range(2_000))
     assert refusal(state, DeclareQueues(huge, 1))[:2] == (413, "too_large")
+
+
+def test_topologies_are_declared_with_the_queues() -> None:
+    state = folded(declared("default"))
+    with_topologies = DeclareQueues((QueueSpec("default"),), 1, by="bob", topologies=TOPOLOGIES)
+    event = admit(state, with_topologies)
+    assert event == ev.QueuesDeclared(queues=(QueueSpec("default"),), topologies=TOPOLOGIES, by="bob")
+    folded(event, state=state)
+    assert state.queues.declaration.topologies == TOPOLOGIES
+    assert load_state(dump_state(state)).queues == state.queues
+    assert admit(state, with_topologies) == Accepted(2, "queues", replayed=True)
+    assert isinstance(admit(state, DeclareQueues((QueueSpec("default"),), 2)), ev.QueuesDeclared)
+    assert "topology flat (rack)" in sentence(event)
+
+
+@pytest.mark.parametrize("levels", [("rack", "rack"), ("rack", "hostname"), ("",)])
+def test_topologies_that_make_no_sense_are_refused(levels: tuple[str, ...]) -> None:
+    bad = (Topology("default", levels),)
+    assert refusal(State(), DeclareQueues((QueueSpec("default"),), 0, topologies=bad))[:2] == (422, "bad_queues")
+    with pytest.raises(IllegalTransition):
+        folded(ev.QueuesDeclared(queues=(QueueSpec("default"),), topologies=bad))
+    twice = (Topology("default", ("rack",)), Topology("default", ("zone",)))
+    assert refusal(State(), DeclareQueues((QueueSpec("default"),), 0, topologies=twice))[:2] == (422, "bad_queues")
+
+
+def near(**asked: str) -> Submit:
+    return Submit("j9", JobSpec(command=("true",), topology=TopologyRequest(**asked)))
+
+
+def test_jobs_ask_for_levels_that_are_declared() -> None:
+    assert isinstance(admit(State(), near(required="whatever")), ev.JobSubmitted)
+    state = folded(ev.QueuesDeclared(queues=(QueueSpec("default"),), topologies=TOPOLOGIES))
+    assert isinstance(admit(state, near(required="zone", preferred="hostname")), ev.JobSubmitted)
+    assert isinstance(admit(state, near(preferred="rack", name="flat")), ev.JobSubmitted)
+    assert refusal(state, near(required="racks")) == (404, "no_such_topology", "topology default has no level racks; did you mean rack?")
+    assert "there are rack, hostname" in refusal(state, near(preferred="zone", name="flat"))[2]
+    assert refusal(state, near(required="rack", name="flut"))[2] == "there is no topology flut; did you mean flat?"
 
 
 def test_queues_with_live_jobs_stay_leaves() -> None:

@@ -1,4 +1,4 @@
-"""apply: the queues of a cluster file, compared with what is declared before anything is changed."""
+"""apply: the queues and topologies of a cluster file, compared with what is declared before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANGES = 2
 @output_options
 @click.pass_context
 def apply(ctx: click.Context, name: str, dry_run: bool, reason: str, yes: bool, detailed: bool, out: Output) -> int:
-    """Make the queues those of FILE. Shows what that changes, and asks first when a person is there to answer."""
+    """Make the queues and topologies those of FILE. Shows what that changes, and asks first when a person is there to answer."""
     words = _read(name, exits.INTERNAL if detailed else exits.USAGE)
     client = client_of(ctx)
     base = client.queues()["index"]
@@ -51,7 +51,7 @@ def apply(ctx: click.Context, name: str, dry_run: bool, reason: str, yes: bool, 
 
 
 def diff_lines(diff: dict[str, Any]) -> Iterator[str]:
-    """Say a difference, a line for each queue that comes or goes and for each field that changes."""
+    """Say a difference, a line for each queue that comes or goes, for each field that changes, and for each topology."""
     for queue in diff["removed"]:
         yield f"- {clean(queue)}"
     for added in diff["added"]:
@@ -61,6 +61,16 @@ def diff_lines(diff: dict[str, Any]) -> Iterator[str]:
         yield f"~ {clean(change['queue'])}: {clean(change['field'])} {_side(change, 'old')} → {_side(change, 'new')}"
     if diff["reordered"]:
         yield "~ the order of the queues"
+    for topology in diff.get("topologies", ()):
+        yield _topology_line(topology)
+
+
+def _topology_line(change: dict[str, Any]) -> str:
+    name, old, new = (clean(str(change["topology"])), change["old"], change["new"])
+    if new is None:
+        return f"- topology {name}"
+    levels = " > ".join(clean(level) for level in new)
+    return f"+ topology {name}: {levels}" if old is None else f"~ topology {name}: {' > '.join(clean(level) for level in old)} → {levels}"
 
 
 def _flat(fields: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

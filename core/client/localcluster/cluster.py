@@ -24,6 +24,8 @@ _POLL_S = 0.1
 #: what a simulated node says it has beside its GPUs; nothing holds ranks to it
 NODE_CPUS = 96
 NODE_MEMORY = "1TiB"
+#: simulated nodes in a rack: n1 and n2 carry the label rack=r1, n3 and n4 rack=r2
+RACK_NODES = 2
 #: the kernel's share of the time when a machine with few cores starts many processes
 _PATIENCE_S = 60.0
 _PATIENCE_PER_PROCESS_S = 6.0
@@ -323,7 +325,8 @@ class LocalCluster:
             return [sys.executable, "-m", "gangline.leader", *_flags(options)]
         options = {
             "node": name, "gpus": f"sim:{description.gpu_model}x{description.gpus}" if description.gpus else "none",
-            "cpus": str(NODE_CPUS), "memory": NODE_MEMORY, "lease-ttl": f"{self._lease_ttl_s:g}", **common, **self._agent_options,
+            "cpus": str(NODE_CPUS), "memory": NODE_MEMORY, "labels": f"rack=r{(int(name[1:]) - 1) // RACK_NODES + 1}",
+            "lease-ttl": f"{self._lease_ttl_s:g}", **common, **self._agent_options,
         }  # fmt: skip
         return [sys.executable, "-m", "gangline.nodeagent", *_flags(options)]
 
