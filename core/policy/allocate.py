@@ -18,7 +18,8 @@ from gangline.core.policy.placing import Placer, wait_together
 from gangline.core.policy.refusals import does_not_fit
 from gangline.core.policy.report import Notes
 from gangline.core.policy.scoring import best_place
-from gangline.core.policy.world import Signature, World
+from gangline.core.policy.waiting import Signature
+from gangline.core.policy.world import World
 
 
 def allocate(world: World, placer: Placer, notes: Notes) -> None:

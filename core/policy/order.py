@@ -30,7 +30,8 @@ from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, ne
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
-from gangline.core.policy.world import Group, JobKey, Signature, World
+from gangline.core.policy.waiting import Group, JobKey, Signature
+from gangline.core.policy.world import World
 
 QueueKey = tuple[float, ...]
 

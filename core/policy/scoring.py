@@ -1,9 +1,9 @@
 """Which node is best for one rank.
 
 Among the nodes where it fits, the first difference decides: a device already carries a share and can take this one; the rank fits now, without
-waiting; it needs fewer NUMA zones; it needs no device and the node has none; the node is the fullest (`binpack`: least unallocated, what is
-leaving counted as unallocated) or the emptiest (`spread`); the name. Preferred topology domains come before all of these: they are the *tiers*
-that the caller tries in turn (topology.py).
+waiting; it is bound to NUMA zones there, and to fewer of them; it needs no device and the node has none; the node is the fullest (`binpack`:
+least unallocated, what is leaving counted as unallocated) or the emptiest (`spread`); the name. Preferred topology domains come before all of
+these: they are the *tiers* that the caller tries in turn (topology.py).
 
 So a rank that wants a share rather waits for a device that is shared already than takes an untouched one elsewhere.
 """
@@ -77,7 +77,7 @@ def _score(world: World, rank: Rank, node: Node, ready: bool, place: Place) -> t
     return (
         0 if shared else 1,
         0 if ready and options.prefer_ready else 1,
-        len(place.zones),
+        -1 / len(place.zones) if place.zones else 0,
         0 if not with_devices and not node.gpus and options.prefer_ready else 1,
         _packing(options.gpu_nodes if with_devices else options.cpu_nodes, node, with_devices),
         node.index,

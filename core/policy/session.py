@@ -78,5 +78,5 @@ def _decisions(world: World, notes: Notes) -> Decisions:
     placed = {r.rank.job for r in out.reservations} | {p.rank.job for p in out.placements}
     out.refusals += [((job,), why) for job, why in notes.refusals.items() if job not in placed]
     out.refusals += [(tuple(jobs), why) for jobs, why in notes.skipped if jobs]
-    out.refusals += [((job,), refusals.gang_incomplete(job)) for job in world.incomplete]
+    out.refusals += [((job,), refusals.gang_incomplete(job)) for job in world.waiting.incomplete]
     return out

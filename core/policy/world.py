@@ -18,21 +18,14 @@ a session costs follows from what has changed, because nothing is copied: waitin
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, alive, next_chunk, put_back, waiting
+from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, put_back, waiting
 from gangline.core.policy.nodes import Node, NodeSpec, Place
 from gangline.core.policy.queues import Queue, QueueSpec
 from gangline.core.policy.requests import GPU, ZERO, Request, Vector, add, mig_gpus, subtract
-
-#: what decides how a job's next chunk is placed: equal signatures in one queue succeed or fail together
-Signature = tuple[object, ...]
-#: order of jobs in one queue: priority, standing, age, name
-JobKey = tuple[int, int, int, str]
-#: waiting jobs that are placed alike, in order
-Group = list[tuple[JobKey, Job]]
+from gangline.core.policy.waiting import Group, JobKey, Signature, Waiting
 
 
 @dataclass(frozen=True)
@@ -85,11 +78,8 @@ class World:
         self._requests: dict[Request, Request] = {}
         self._shapes: dict[object, int] = {}
         self._journal: list[tuple[str, Rank, RankState, Place | None, Vector]] = []
-        self._groups: dict[Queue, dict[Signature, Group]] = {}
-        self._group_of: dict[Job, tuple[Signature, JobKey]] = {}
-        self._changed: dict[Job, None] = {}
-        #: jobs that have waiting ranks, too few to be placed
-        self.incomplete: dict[Job, None] = {}
+        #: the jobs that wait, in groups
+        self.waiting = Waiting()
 
     # ------------------------------------------------------------ building
 
@@ -184,7 +174,7 @@ class World:
                 self.affine[rank] = None
             state, place = (places or {}).get(rank.index, (RankState.PENDING, None))
             self._introduce(rank, state, place)
-        self._changed[job] = None
+        self.waiting.changed[job] = None
 
     def _introduce(self, rank: Rank, state: RankState, place: Place | None) -> None:
         rank.state = state
@@ -209,8 +199,7 @@ class World:
         for rank in job.ranks:
             self.leave(rank, RankState.SUCCEEDED)
             self.affine.pop(rank, None)
-        self._ungroup(job)
-        self._changed.pop(job, None)
+        self.waiting.forget(job)
 
     def _shape_of(self, job: Job) -> int:
         value = (job.constraint.key() if job.constraint else None, _tree_key(job.root))
@@ -298,7 +287,7 @@ class World:
             rank.place = None
             rank.job.queue.waiting = add(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
         rank.state = RankState.PENDING
-        self._changed[rank.job] = None
+        self.waiting.changed[rank.job] = None
 
     def rollback(self, checkpoint: int) -> None:
         """Undo everything since the checkpoint, the last change first."""
@@ -339,7 +328,7 @@ class World:
             rank.place = place
             self._take(rank, place, -1, 0)
             rank.job.queue.waiting = subtract(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
-        self._changed[rank.job] = None
+        self.waiting.changed[rank.job] = None
 
     def changes(self, checkpoint: int = 0) -> list[Rank]:
         """Return the ranks that were changed since the checkpoint, each once, in order of their first change."""
@@ -353,7 +342,7 @@ class World:
         place.node.take(rank.request, place, idle, later)
         self.touched.append(place.node.index)
         self.room_version += 1
-        self._changed[rank.job] = None
+        self.waiting.changed[rank.job] = None
 
     def _count(self, rank: Rank, by: int) -> None:
         rank.podset.active += by
@@ -418,55 +407,18 @@ class World:
         rank.state = state
         if state is RankState.PENDING:
             rank.job.queue.waiting = add(rank.job.queue.waiting, rank.request.vector(self.smallest_device_mib))
-        self._changed[rank.job] = None
+        self.waiting.changed[rank.job] = None
 
     # ------------------------------------------------------------ who waits
 
     def waiting_groups(self) -> dict[Queue, dict[Signature, Group]]:
         """Return the waiting jobs of each leaf queue, grouped by what is placed alike, each group in order. Not to be changed."""
-        for job in self._changed:
-            self._ungroup(job)
-            if job.name in self.jobs:
-                self._regroup(job)
-        self._changed.clear()
-        return self._groups
-
-    def _ungroup(self, job: Job) -> None:
-        known = self._group_of.pop(job, None)
-        self.incomplete.pop(job, None)
-        if known is None:
-            return
-        signature, key = known
-        groups = self._groups[job.queue]
-        group = groups[signature]
-        del group[bisect_left(group, key, key=lambda e: e[0])]
-        if not group:
-            del groups[signature]
-            if not groups:
-                del self._groups[job.queue]
-
-    def _regroup(self, job: Job) -> None:
-        chunk = next_chunk(job) if alive(job.root) else []
-        if not chunk:
-            if any(waiting(r) for r in job.ranks):
-                self.incomplete[job] = None
-            return
-        signature, key = signature_of(job, chunk), self.job_key(job)
-        insort(self._groups.setdefault(job.queue, {}).setdefault(signature, []), (key, job), key=lambda e: e[0])
-        self._group_of[job] = (signature, key)
+        self.waiting.refresh(self.job_key)
+        return self.waiting.groups
 
     def job_key(self, job: Job) -> JobKey:
         """Return its place in the order of its queue: larger priority, lower standing, older, name."""
         return (-job.priority if self.options.priorities else 0, job.standing, job.order, job.name)
-
-
-def signature_of(job: Job, chunk: list[Rank]) -> Signature:
-    """Return what decides how a chunk is placed. Ranks that must be near their gang's other ranks are only like themselves."""
-    first = chunk[0].request.number
-    alike = all(r.request.number == first for r in chunk)
-    what: object = (first, len(chunk)) if alike and job.single else tuple((r.podset.name, r.request.number) for r in chunk)
-    own = "" if job.plain or not (job.active or any(r.request.affinity for r in chunk)) else job.name
-    return (job.preemptible, job.shape, what, own)
 
 
 def _constrained(job: Job) -> bool:
