@@ -240,6 +240,11 @@ CODES: dict[str, tuple[str, str, str]] = {
         "All ranks must be in one domain of the level that the job requires, and none has room for all of them.",
         "Wait, ask for fewer ranks, or require a coarser level.",
     ),
+    "outside_topology": (
+        "no node is inside of the topology",
+        "Only nodes count that carry all labels of the topology that the job asks for, also for a preference, and it can use none of them.",
+        "Label the nodes (`gangline nodes -o wide` shows labels), or declare the topology with the labels that they have.",
+    ),
     "unknown_topology": (
         "no such topology or level",
         "The job asks to be placed by a topology, or a level of it, that the cluster does not have.",

@@ -57,7 +57,7 @@ def no_such_topology(topology: str, level: str) -> Refusal:
 def no_labels(need: int, topology: str, levels: tuple[str, ...]) -> Refusal:
     """No node that could be used is inside of the topology."""
     message = f"no node that it could use carries all labels of topology {topology} ({', '.join(levels)})"
-    return Refusal("no_domain_fits", message, {"ranks": need}, {"ranks": 0, "domains": 0})
+    return Refusal("outside_topology", message, {"ranks": need}, {"ranks": 0})
 
 
 def no_domain(need: int, level: str, domains: int, best: int) -> Refusal:

@@ -135,7 +135,7 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
 def _in_ranks(job: Job, why: Refusal) -> Refusal:
     """What the passes say of units, in ranks of the job."""
     unit, level = unit_of(job), job.spec.topology.required
-    if unit == 1 or why.code != "no_domain_fits" or not level or not why.have["domains"]:
+    if unit == 1 or why.code != "no_domain_fits" or not level:
         return why
     return no_domain(why.need["ranks"] * unit, level, why.have["domains"], why.have["ranks"] * unit)
 

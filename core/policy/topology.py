@@ -69,7 +69,7 @@ def search(world: World, constraint: Constraint, ranks: list[Rank], running: lis
     preferred = levels.index(constraint.preferred) if constraint.preferred else -1
     nodes = [n for index in scope for n in index.nodes if n.name in paths]
     if not nodes:
-        return Search(iter(()), refusals.no_labels(len(ranks), constraint.topology, levels))
+        return Search(iter(()), refusals.no_labels(len(ranks), constraint.topology, levels) if world.nodes else None)
     anchors = {paths[p.node.name][: required + 1] for r in running if (p := r.reservation or r.place) and p.node.name in paths}
     first = max(required, preferred)
     refusal = None

@@ -747,7 +747,7 @@ def test_declared_levels_leave_out_nodes_without_the_labels() -> None:
     c.submit("z", ranks=1, topology=TopologyRequest(required="rack", name="none"))
     c.cycle()
     assert racks_of(c, "x") == ["a", "a"]
-    assert refusal(c, "y")[0] == "no_domain_fits"
+    assert refusal(c, "y") == ("outside_topology", {"ranks": 1}, {"ranks": 0})
     assert "carries all labels" in str(c.job("y").deferral)
     assert refusal(c, "z")[0] == "unknown_topology"
     declare(c, Topology("default", ("rack",)))
@@ -756,6 +756,27 @@ def test_declared_levels_leave_out_nodes_without_the_labels() -> None:
         c.add(ev.PartReleased(job="x", node=n))
     c.cycle()
     assert racks_of(c, "y") == ["a"]
+
+
+def test_room_is_made_in_one_rack_only() -> None:
+    c = racks(a=2, b=2)
+    for low in ("x", "y"):
+        c.submit(low, ranks=16, priority=10, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    for low in ("x", "y"):
+        c.run(low)
+    c.submit("high", ranks=9, priority=90, topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert sorted(c.job(low).state for low in ("x", "y")) == ["preempting", "running"]
+    assert refusal(c, "high")[0] == "reserved"
+
+
+def test_without_nodes_the_topology_is_not_to_blame() -> None:
+    c = Cluster()
+    c.submit("x", topology=TopologyRequest(required="rack"))
+    c.submit("y", topology=TopologyRequest(preferred="hostname"))
+    c.cycle()
+    assert refusal(c, "x")[0] == refusal(c, "y")[0] == "no_nodes"
 
 
 def test_a_topology_replaces_the_wish_for_one_model() -> None:
