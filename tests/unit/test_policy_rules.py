@@ -8,11 +8,13 @@ from gangline.core.policy import numa
 from gangline.core.policy.devices import shares
 from gangline.core.policy.fairshare import Claim, divide, set_fair_shares
 from gangline.core.policy.gangs import Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState, eviction_slices, next_chunk
+from gangline.core.policy.holders import holders
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.numa import Zone
 from gangline.core.policy.order import victims_in_order
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.queues import QueueSpec
+from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.report import Action
 from gangline.core.policy.requests import GPU, UNLIMITED, Affinity, Request, mig_gpus, share_of_memory
 from gangline.core.policy.session import run_session
@@ -274,6 +276,21 @@ def test_what_nobody_can_place_says_why() -> None:
         refusal = decisions.refusal(made)
         assert refusal is not None
         assert refusal.code == code
+
+
+def test_who_holds_what_is_short() -> None:
+    world = cluster(4)
+    for name, ranks in (("p", 1), ("q", 3), ("r", 0)):
+        queue(world, name, 4)
+        if ranks:
+            job(world, f"in-{name}", name, ranks=ranks, on=["n0"] * ranks)
+    late = job(world, "late", "r")
+    refusal = run_session(world, ["allocate"]).refusal(late)
+    assert refusal is not None
+    assert holders(world, refusal) == ("q", "p")
+    assert holders(world, refusal, most=1) == ("q",)
+    assert holders(world, Refusal("over_limit", "", {"gpu": 1}, {}, ("top",))) == ("top",)
+    assert holders(world, Refusal("no_nodes", "")) == ()
 
 
 # ---------------------------------------------------------------- topology

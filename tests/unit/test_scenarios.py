@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from gangline.core.client.commands.scenario import find_files, judge_files
+from gangline.core.client.commands.scenario import find_files, judge_files, scenario
 from gangline.core.policy.scenario import judge
 from gangline.core.policy.scenario_format import BadScenario
 
@@ -40,9 +41,9 @@ def test_scenario(name: str) -> None:
 
 def test_the_order_of_the_input_does_not_matter() -> None:
     """Queues, jobs and nodes the other way round: the same outcome."""
-    for name, scenario in SCENARIOS.items():
-        turned = scenario | {part: scenario[part][::-1] for part in ("nodes", "queues", "jobs")}
-        assert judge(turned) == judge(scenario), name
+    for name, one in SCENARIOS.items():
+        turned = one | {part: one[part][::-1] for part in ("nodes", "queues", "jobs")}
+        assert judge(turned) == judge(one), name
 
 
 def test_report_of_the_command() -> None:
@@ -50,6 +51,37 @@ def test_report_of_the_command() -> None:
     assert report["total"] == 258
     assert [f["id"] for f in report["failed"]] == [n for n, level in misses().items() if level == "safety"]
     assert report["by_topic"]["deletion"] == {"total": 2, "passed": 2}
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    ran = CliRunner().invoke(scenario, ["run", *args], standalone_mode=False)
+    code = ran.return_value if ran.exception is None else 2
+    return int(code), ran.stdout, str(ran.exception or "")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = ROOT / "tests" / "scenarios" / "deletion.json"
+    assert run(str(file), "--level", "strict") == (0, "deletion                            2 of 2\n2 of 2 pass at level strict\n", "")
+    code, out, _ = run(str(file), str(file.parent / "numa.json"), "--json")
+    assert (code, json.loads(out)["total"], json.loads(out)["failed"]) == (0, 10, [])
+    one = json.loads(file.read_text())["scenarios"][0]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "one.json").write_text(json.dumps(one))
+    (tmp_path / "two.json").write_text(json.dumps([one, one | {"oops": 1}]))
+    code, out, _ = run(str(tmp_path), "--json")
+    report = json.loads(out)
+    assert (code, report["total"], report["passed"]) == (3, 3, 2)
+    assert report["failed"] == [{"id": one["id"], "why": f"scenario {one['id']}: unknown field 'oops'"}]
+    assert report["by_topic"] == {"one": {"total": 1, "passed": 1}, "two": {"total": 2, "passed": 1}}
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "is not JSON"), ("7", "neither a scenario nor a list"), (None, "there is no .json file")])
+def test_files_that_are_none(tmp_path: Path, text: str | None, says: str) -> None:
+    if text is not None:
+        (tmp_path / "x.json").write_text(text)
+    code, _, error = run(str(tmp_path))
+    assert code == 2
+    assert says in error
 
 
 @pytest.mark.parametrize(
