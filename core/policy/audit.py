@@ -11,7 +11,7 @@ from __future__ import annotations
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, Member, Podset, RankState
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.report import Decisions
-from gangline.core.policy.requests import GPU, RESOURCES, ZERO, Request, Vector, add
+from gangline.core.policy.requests import RESOURCES, ZERO, Request, Vector, add
 from gangline.core.policy.world import World
 
 
@@ -44,7 +44,7 @@ def _capacity(world: World) -> list[str]:
 def _count(into: dict[Node, dict[str, int]], request: Request, place: Place) -> None:
     amounts = into.setdefault(place.node, {})
     taken = {"cpu": request.cpu_milli, "memory": request.memory_bytes, "pods": 1}
-    taken |= {f"device {d}": place.milli for d in place.devices}
+    taken |= {f"device {d}": place.node.share_of(request) for d in place.devices}
     taken |= {f"MIG {profile}": count for profile, count in request.mig}
     for what, amount in taken.items():
         amounts[what] = amounts.get(what, 0) + amount
@@ -52,7 +52,7 @@ def _count(into: dict[Node, dict[str, int]], request: Request, place: Place) -> 
 
 def _has(node: Node, what: str) -> int:
     if what.startswith("device "):
-        return GPU if int(what[7:]) < node.gpus else 0
+        return node.full if int(what[7:]) < node.gpus else 0
     if what.startswith("MIG "):
         return (node.spec.mig or {}).get(what[4:], 0)
     return {"cpu": node.spec.cpu_milli, "memory": node.spec.memory_bytes, "pods": node.spec.max_pods}[what]

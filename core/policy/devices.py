@@ -10,7 +10,7 @@ device that is only reserved for shares cannot be started on yet: whoever joins 
 from __future__ import annotations
 
 from gangline.core.policy.nodes import Node, Place
-from gangline.core.policy.requests import GPU, Request
+from gangline.core.policy.requests import Request
 
 
 def lowest(mask: int, count: int) -> tuple[int, ...]:
@@ -43,37 +43,38 @@ def whole(node: Node, count: int, now: bool, own: Place | None = None) -> tuple[
     return tuple(sorted((*first, *lowest(leaving, taken), *rest)))
 
 
-def takes_share(node: Node, device: int, milli: int, now: bool) -> bool:
-    """Whether the device can take a share of this size, now or later."""
+def takes_share(node: Node, device: int, amount: int, now: bool) -> bool:
+    """Whether the device can take a share of this size (Node.share_of), now or later."""
     later = node.dev_later[device]
-    if later < milli:
+    if later < amount:
         return False
     if not now:
         return True
     idle = node.dev_idle[device]
-    return idle >= milli and (idle < GPU or later == GPU)
+    return idle >= amount and (idle < node.full or later == node.full)
 
 
-def shared_fits(node: Node, milli: int) -> bool:
+def shared_fits(node: Node, request: Request) -> bool:
     """Whether a device that already carries a share can take this one, now or later."""
-    return any(node.dev_later[d] >= milli for d in node.sharing)
+    amount = node.share_of(request)
+    return any(node.dev_later[d] >= amount for d in node.sharing)
 
 
 def shares(node: Node, request: Request, now: bool, strategy: str) -> tuple[tuple[int, ...], bool] | None:
     """Return the devices for the shares and whether one of them has to be waited for; None if there are not enough."""
-    milli = request.milli_on(node.spec.gpu_memory_mib)
-    if milli > GPU:
+    amount = node.share_of(request)
+    if amount > node.full:
         return None
-    fitting = [d for d in _candidates(node) if takes_share(node, d, milli, now=False)]
+    fitting = [d for d in _candidates(node) if takes_share(node, d, amount, now=False)]
     if len(fitting) < request.count:
         return None
     if now:
-        ready = sum(1 for d in fitting if takes_share(node, d, milli, now=True))
+        ready = sum(1 for d in fitting if takes_share(node, d, amount, now=True))
         if ready < request.count:
             return None
     fitting.sort(key=lambda d: _share_key(node, d, strategy))
     chosen = fitting[: request.count]
-    return tuple(sorted(chosen)), not all(takes_share(node, d, milli, now=True) for d in chosen)
+    return tuple(sorted(chosen)), not all(takes_share(node, d, amount, now=True) for d in chosen)
 
 
 def _candidates(node: Node) -> list[int]:
@@ -84,7 +85,7 @@ def _candidates(node: Node) -> list[int]:
 
 def _share_key(node: Node, device: int, strategy: str) -> tuple[int, int, int, int]:
     touched = device in node.sharing
-    used = GPU - node.dev_later[device]
+    used = node.full - node.dev_later[device]
     waits = 0 if node.now_mask >> device & 1 or touched else 1
     if strategy == "spread":
         return (1 if touched else 0, waits, used, device)

@@ -53,7 +53,7 @@ class Node:
     """One node. Only World changes it."""
 
     __slots__ = (
-        "cpu_idle", "cpu_later", "dev_idle", "dev_later", "gpus", "index", "later_mask", "later_milli", "legacy_mig", "memory_idle",
+        "cpu_idle", "cpu_later", "dev_idle", "dev_later", "full", "gpus", "index", "later_mask", "later_milli", "legacy_mig", "memory_idle",
         "memory_later", "mig_idle", "mig_later", "mig_only", "name", "now_mask", "pods_idle", "pods_later", "sharing", "spec", "zones",
     )  # fmt: skip
 
@@ -67,8 +67,10 @@ class Node:
         self.cpu_idle = self.cpu_later = spec.cpu_milli
         self.memory_idle = self.memory_later = spec.memory_bytes
         self.pods_idle = self.pods_later = spec.max_pods
-        self.dev_idle = [GPU] * spec.gpus
-        self.dev_later = [GPU] * spec.gpus
+        #: what a device has, in thousandths of a MiB of its memory, so that shares and amounts of memory add up exactly
+        self.full = GPU * max(1, spec.gpu_memory_mib)
+        self.dev_idle = [self.full] * spec.gpus
+        self.dev_later = [self.full] * spec.gpus
         self.now_mask = self.later_mask = (1 << spec.gpus) - 1
         self.later_milli = spec.gpus * GPU
         #: devices that carry a share or are reserved for one
@@ -90,7 +92,7 @@ class Node:
         self.pods_idle += idle
         self.pods_later += later
         if place.devices:
-            self._take_devices(place, idle, later)
+            self._take_devices(request, place, idle, later)
         for profile, instances in request.mig:
             self.mig_idle[profile] = self.mig_idle.get(profile, 0) + idle * instances
             self.mig_later[profile] = self.mig_later.get(profile, 0) + later * instances
@@ -99,16 +101,24 @@ class Node:
         if place.zones:
             numa.take(self.zones, place.zones, idle, later)
 
-    def _take_devices(self, place: Place, idle: int, later: int) -> None:
-        whole = place.milli == GPU
+    def share_of(self, request: Request) -> int:
+        """Return what the request takes of each of its devices here, in the units of `full`; more than that if it cannot be had."""
+        if request.whole:
+            return self.full
+        if request.memory_mib:
+            return request.memory_mib * GPU if self.spec.gpu_memory_mib else self.full + 1
+        return request.milli * max(1, self.spec.gpu_memory_mib)
+
+    def _take_devices(self, request: Request, place: Place, idle: int, later: int) -> None:
+        amount, full = self.share_of(request), self.full
         for device in place.devices:
-            self.dev_idle[device] += idle * place.milli
-            self.dev_later[device] += later * place.milli
+            self.dev_idle[device] += idle * amount
+            self.dev_later[device] += later * amount
             bit = 1 << device
-            free_later = self.dev_later[device] == GPU
+            free_later = self.dev_later[device] == full
             self.later_mask = self.later_mask | bit if free_later else self.later_mask & ~bit
-            self.now_mask = self.now_mask | bit if free_later and self.dev_idle[device] == GPU else self.now_mask & ~bit
-            if not whole:
+            self.now_mask = self.now_mask | bit if free_later and self.dev_idle[device] == full else self.now_mask & ~bit
+            if not request.whole:
                 self._note_share(device, idle, later)
         self.later_milli += later * place.milli * len(place.devices)
 

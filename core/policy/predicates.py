@@ -53,7 +53,8 @@ def _zones(node: Node, request: Request, now: bool, own: Place | None) -> numa.Z
 
 def must_wait(place: Place, request: Request) -> bool:
     """Whether some of the chosen devices has to be waited for."""
-    return bool(place.devices) and not all(devices.takes_share(place.node, d, place.milli, now=True) for d in place.devices)
+    amount = place.node.share_of(request)
+    return bool(place.devices) and not all(devices.takes_share(place.node, d, amount, now=True) for d in place.devices)
 
 
 def room(node: Node, request: Request, now: bool) -> bool:

@@ -20,7 +20,7 @@ from gangline.core.policy.audit import violations
 from gangline.core.policy.gangs import HOLDING, Job, Rank, RankState
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.report import Decisions
-from gangline.core.policy.requests import GPU, ZERO, Vector, add
+from gangline.core.policy.requests import ZERO, Vector, add
 from gangline.core.policy.scenario_format import BadScenario, Facts, RankFact, Raw, build, check, first_facts, memory_of_rank, milli, quantity
 from gangline.core.policy.session import run_session
 from gangline.core.policy.world import World
@@ -215,7 +215,7 @@ def _charged(job: Job) -> Vector:
 
 def _compare_node(world: World, name: str, want: Raw, verdict: Verdict, where: str) -> None:
     node = world.node_by_name[name]
-    idle = sum(1 for d in range(node.gpus) if node.dev_idle[d] == GPU and d not in node.sharing)
+    idle = sum(1 for d in range(node.gpus) if node.dev_idle[d] == node.full and d not in node.sharing)
     leaving = _leaving_devices(world, node)
     for what, has in (("idle_gpus", idle), ("releasing_gpus", leaving)):
         if want.get(what) is not None and want[what] != has:

@@ -72,7 +72,7 @@ def _by_score(world: World, rank: Rank, nodes: list[Node], own: Place | None) ->
 
 def _score(world: World, rank: Rank, node: Node, ready: bool, place: Place) -> tuple[float, ...]:
     options, request = world.options, rank.request
-    shared = request.shared and options.prefer_shared and devices.shared_fits(node, request.milli_on(node.spec.gpu_memory_mib))
+    shared = request.shared and options.prefer_shared and devices.shared_fits(node, request)
     with_devices = bool(request.count or request.mig)
     return (
         0 if shared else 1,

@@ -138,8 +138,8 @@ def _on_node(request: Request, node: Node) -> int:
     if request.whole:
         counts.append(node.later_mask.bit_count() // request.count)
     elif request.count:
-        milli = request.milli_on(node.spec.gpu_memory_mib)
-        counts.append(sum(max(0, later) // milli for later in node.dev_later) // request.count if milli else 0)
+        amount = node.share_of(request)
+        counts.append(sum(max(0, later) // amount for later in node.dev_later) // request.count if amount else 0)
     if request.cpu_milli:
         counts.append(node.cpu_later // request.cpu_milli)
     if request.memory_bytes:

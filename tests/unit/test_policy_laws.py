@@ -35,6 +35,7 @@ class JobPlan:
     priority: int
     order: int
     count: int = 1
+    #: 0: an amount of device memory
     milli: int = GPU
     subgroups: int = 1
     constraint: tuple[str, str] = ("", "")
@@ -70,7 +71,7 @@ def plans(draw: Any, most_jobs: int = 9) -> Plan:
     jobs = []
     for at in range(draw(st.integers(1, most_jobs))):
         ranks = draw(st.integers(1, 4))
-        count, milli = draw(st.sampled_from([(1, GPU), (1, GPU), (2, GPU), (0, GPU), (1, 500), (1, 300), (2, 500)]))
+        count, milli = draw(st.sampled_from([(1, GPU), (1, GPU), (2, GPU), (0, GPU), (1, 500), (1, 300), (2, 500), (1, 0)]))
         subgroups = draw(st.sampled_from([1, 1, 1, 2])) if ranks > 1 else 1
         jobs.append(
             JobPlan(
@@ -117,7 +118,8 @@ def add(world: World, plan: JobPlan, placed: dict[str, tuple[RankState, Any]]) -
         job.constraint = Constraint("t", *plan.constraint)
     places = {}
     for at in range(plan.ranks):
-        request = Request(count=plan.count, milli=plan.milli, cpu_milli=1000, memory_bytes=1 << 30)
+        memory_mib = 0 if plan.milli else 33
+        request = Request(count=plan.count, milli=plan.milli, memory_mib=memory_mib, cpu_milli=1000, memory_bytes=1 << 30)
         rank = Rank(job, at, f"{plan.name}-{at}", world.intern(request), None)
         rank.podset = podsets[at % len(podsets)]
         rank.podset.ranks.append(rank)

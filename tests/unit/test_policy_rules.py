@@ -260,6 +260,17 @@ def test_a_share_joins_another_before_it_takes_a_fresh_device() -> None:
     assert (place.node.name, place.devices) == ("n1", (0,))
 
 
+def test_amounts_of_memory_fill_a_device_exactly() -> None:
+    """Each is charged 34 hundredths of a GPU, and yet three thirds are one device."""
+    world = World()
+    world.add_node(NodeSpec("n0", 1, 600, 64_000, 1 << 40))
+    world.add_queue(QueueSpec("q", quota=FREE))
+    for name in "abcd":
+        job(world, name, request=Request(1, 0, memory_mib=200))
+    assert states(world, "allocate") == {"a-0": "n0", "b-0": "n0", "c-0": "n0"}
+    assert world.queues["q"].allocated[0] == 3 * 340
+
+
 def test_what_nobody_can_place_says_why() -> None:
     world = cluster(2, 2)
     queue(world, "q", 8)
