@@ -20,6 +20,7 @@ With `ranks_per_node`, all ranks of a node are one *unit*: they are placed toget
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from gangline.core.model.documents import Registration
 from gangline.core.model.events import PlacedPart, PlacedRank
@@ -37,6 +38,7 @@ from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, Affinity, Request
 from gangline.core.policy.world import World
 
+_K = TypeVar("_K")
 _MIB = 1 << 20
 #: pods are not counted here; a node that takes no new ranks is short of so many
 _PODS = 1 << 20
@@ -66,10 +68,16 @@ class Mirror:
         self.barred: dict[str, Refusal] = {}
         #: jobs whose request names the nodes that will do: to be looked at again when the nodes change
         self._choosy: dict[str, None] = {}
-        #: waiting gangs that take one of several GPU models
-        self._undecided: dict[str, None] = {}
+        #: waiting gangs that take one of several GPU models, and those that they may have now
+        self._undecided: dict[str, tuple[str, ...]] = {}
         #: how many nodes in the world carry each of the well-known labels
         self._carried = dict.fromkeys(WELL_KNOWN, 0)
+        #: nodes in the world by the model and by the number of their GPUs, for those that have any
+        self._by_model: dict[str, int] = {}
+        self._by_size: dict[int, int] = {}
+        #: names of the nodes with one of some models, and free GPUs by model: found when they are asked for
+        self._of_models: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._free: tuple[tuple[int, int], dict[str, int]] | None = None
 
     # ---------------------------------------------------------------- keeping in step
 
@@ -80,7 +88,9 @@ class Mirror:
             self._rebuild(state, now_ms)
         else:
             # Which model a gang that takes several gets depends on what is free now.
-            scratch.moved.update(self._undecided)
+            for job, models in self._undecided.items():
+                if job not in scratch.moved and self._models(state.jobs[job]) != models:
+                    scratch.moved[job] = None
             if scratch.moved or scratch.moved_nodes:
                 self._update(state, now_ms)
         scratch.moved.clear()
@@ -141,9 +151,14 @@ class Mirror:
             )  # fmt: skip
 
     def _count_labels(self, name: str, by: int) -> None:
+        spec = self.world.node_by_name[name].spec
         for level in WELL_KNOWN:
-            if level in self.world.node_by_name[name].spec.labels:
+            if level in spec.labels:
                 self._carried[level] += by
+        if spec.gpus:
+            _count(self._by_model, spec.labels[_MODEL_LABEL], by)
+            _count(self._by_size, spec.gpus, by)
+        self._of_models.clear()
 
     def _set_topologies(self) -> None:
         declared = self._tree.declaration.topologies if self._tree is not None else ()
@@ -304,8 +319,7 @@ class Mirror:
         asked = job.spec.topology
         if asked:
             return Constraint(asked.name, asked.required, asked.preferred)
-        several = len({spec.labels[_MODEL_LABEL] for n, spec in self._specs.items() if n in self._nodes and spec.gpus}) > 1
-        if several and job.spec.resources.gpus and job.spec.gang.ranks > 1 and job.state == "queued":
+        if len(self._by_model) > 1 and job.spec.resources.gpus and job.spec.gang.ranks > 1 and job.state == "queued":
             return Constraint(_MODELS, "", _MODEL_LABEL)
         return None
 
@@ -325,14 +339,23 @@ class Mirror:
 
     def _could_share(self, unit: int, gpus: int) -> bool:
         """Whether some node could take two units of a gang, which are to be on different nodes."""
-        return not gpus or any(spec.gpus >= 2 * unit * gpus for n, spec in self._specs.items() if n in self._nodes)
+        return not gpus or max(self._by_size, default=0) >= 2 * unit * gpus
 
     def _allowed(self, job: StateJob, now_ms: int) -> tuple[str, ...] | None:
         models = self._models(job)
+        if models and len(job.spec.resources.gpu_models) > 1:
+            self._undecided[job.id] = models
         avoid = {n for n, until in job.avoid.items() if until > now_ms}
         if not models and not avoid:
             return None
-        return tuple(sorted(n for n, node in self._nodes.items() if n not in avoid and (not models or _model(node) in models)))
+        nodes = self._nodes_of(models)
+        return tuple(n for n in nodes if n not in avoid) if avoid else nodes
+
+    def _nodes_of(self, models: tuple[str, ...]) -> tuple[str, ...]:
+        """Names of the nodes with one of these models, of all nodes for no model."""
+        if models not in self._of_models:
+            self._of_models[models] = tuple(sorted(n for n, node in self._nodes.items() if not models or _model(node) in models))
+        return self._of_models[models]
 
     def _models(self, job: StateJob) -> tuple[str, ...]:
         """The first model of the job's list of which enough is free for the whole gang; all of them while there is none."""
@@ -340,13 +363,19 @@ class Mirror:
         models = res.gpu_models if res.gpus else ()
         if len(models) < 2:
             return models
-        self._undecided[job.id] = None
-        need = job.spec.gang.ranks * res.gpus
-        for model in models:
-            free = sum(n.now_mask.bit_count() for n in self.world.nodes if n.pods_idle > 0 and n.spec.labels[_MODEL_LABEL] == model)
-            if free >= need:
-                return (model,)
-        return models
+        need, free = job.spec.gang.ranks * res.gpus, self._free_by_model()
+        return next(((model,) for model in models if free.get(model, 0) >= need), models)
+
+    def _free_by_model(self) -> dict[str, int]:
+        """Free GPUs on nodes that take new ranks; counted anew when something on a node has changed."""
+        version = (self.world.node_version, self.world.room_version)
+        if self._free is None or self._free[0] != version:
+            free: dict[str, int] = {}
+            for node in self.world.nodes:
+                if node.pods_idle > 0:
+                    _count(free, node.spec.labels[_MODEL_LABEL], node.now_mask.bit_count())
+            self._free = (version, free)
+        return self._free[1]
 
     def _place(self, node_id: str, gpus: Iterable[int]) -> Place:
         positions = {g: at for at, g in enumerate(self._gpus[node_id])}
@@ -386,6 +415,13 @@ def unit_of(job: StateJob) -> int:
 
 def _model(node: StateNode) -> str:
     return node.registration.gpus[0].model if node.registration.gpus else ""
+
+
+def _count(counts: dict[_K, int], what: _K, by: int) -> None:
+    """Add to a count; what is not there is not in it."""
+    counts[what] = counts.get(what, 0) + by
+    if not counts[what]:
+        del counts[what]
 
 
 def _queue_specs(tree: QueueTree) -> list[QueueSpec]:
