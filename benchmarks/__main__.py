@@ -70,6 +70,19 @@ def takeover(events: int, jobs: int, as_json: bool) -> None:
     _show(run(events, jobs), as_json)
 
 
+@main.command()
+@click.option("--nodes", default=5_000)
+@click.option("--gpus", default=8, help="GPUs of each node.")
+@click.option("--jobs", default=10_000, help="Gangs that wait.")
+@click.option("--profile", default="", metavar="FIGURE", help="Show where the time of one figure goes; it is slower by that.")
+@JSON
+def decide(nodes: int, gpus: int, jobs: int, profile: str, as_json: bool) -> None:
+    """Decisions alone, in process: a full cluster of one-GPU jobs with many gangs waiting."""
+    from gangline.benchmarks.decide import run
+
+    _show(run(nodes, gpus, jobs, profile), as_json)
+
+
 Run = Callable[..., dict[str, Any]]
 
 if __name__ == "__main__":
