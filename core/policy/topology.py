@@ -135,6 +135,8 @@ def _on_node(request: Request, node: Node) -> int:
     if (request.count or request.mig or request.legacy_mig) and not right_kind(node, request):
         return 0
     counts = [node.pods_later]
+    if request.affinity is not None and request.affinity.repel == "hostname":
+        counts.append(1)
     if request.whole:
         counts.append(node.later_mask.bit_count() // request.count)
     elif request.count:

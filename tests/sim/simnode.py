@@ -98,6 +98,7 @@ class SimNode:
         return Registration(
             node=self.name, identity=f"{self.name}-{self.installed}", boot_id=f"{self.installed}.{self.boot}", address=self.name, agent_url="",
             gpus=gpus, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=TTL_S, session=str(self._session),
+            labels={"rack": f"r{int(self.name[1:]) // 2}"},
         )  # fmt: skip
 
     def crash(self, *, reinstalled: bool = False) -> None:

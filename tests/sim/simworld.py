@@ -23,7 +23,7 @@ from simnode import Habits, Run, SimNode
 
 from gangline.core.model.codec import decode_frame
 from gangline.core.model.fold import apply_frame
-from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart
+from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import dump_state, state_digest
 from gangline.core.store.api import StoreError
@@ -175,9 +175,13 @@ class World:
             on_rank_failure=rng.choice(("gang", "gang", "rank", "never")), on_node_failure=rng.choice(("reschedule",) * 4 + ("fail",)),
             max_restarts=rng.choice((1, 3, 100)), backoff_initial_s=rng.choice((0.0, 0.5, 3.0)), backoff_max_s=10.0,
         )  # fmt: skip
+        gpus = rng.choice((0, 1, 1, 2))
+        fits = gang.min_ranks <= 2 * per_node if per_node else gang.min_ranks * gpus <= 2 * GPUS
+        near = rng.choice(("", "", "preferred", "required" if fits else "preferred"))
         return JobSpec(
-            ("train",), gang=gang, priority=rng.choice((10, 50, 150)), preemptible=rng.random() < 0.7, restart=restart,
-            resources=Resources(gpus=rng.choice((0, 1, 1, 2)), cpus_milli=rng.choice((100, 4_000))),
+            ("train",), gang=gang, topology=TopologyRequest(**({near: "rack"} if near else {})), priority=rng.choice((10, 50, 150)),
+            preemptible=rng.random() < 0.7, restart=restart,
+            resources=Resources(gpus=gpus, cpus_milli=rng.choice((100, 4_000))),
             time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),
             on_disconnect=rng.choice(("stop", "stop", "stop", "keep")),
         )  # fmt: skip
@@ -431,6 +435,10 @@ def check_state(state: State) -> None:
             raise Violation(f"index {state.index}: {job.id} holds on {held_on}, and thinks {list(job.held_nodes)}")
         if job.active and not set(job.parts) <= set(held_on):
             raise Violation(f"index {state.index}: {job.id} is {job.state} on {list(job.parts)} and holds on {held_on}")
+        if job.active and job.spec.topology.required:
+            racks = {state.nodes[n].registration.labels["rack"] for n in job.parts}
+            if len(racks) > 1:
+                raise Violation(f"index {state.index}: {job.id} is to be in one rack and is in {racks}")
         if (job.id in state.running) != job.active:
             raise Violation(f"index {state.index}: {job.id} is {job.state}, running: {job.id in state.running}")
 
