@@ -56,7 +56,7 @@ _GRACE_S = 1.0
 #: the store refuses writes until somebody makes space: try the same frame again so often
 _SPACE_RETRY_S = 1.0
 #: look at the brake and the like at least so often
-_IDLE_S = 30.0
+_IDLE_S = 15.0
 
 
 class Deposed(Exception):

@@ -237,6 +237,8 @@ class Scratch:
         self.timers: list[tuple[int, str]] = []
         #: a gang joined the queue, or capacity came free, since the queue was last gone through in vain
         self.queue_dirty = True
+        #: log time of the last look at the queues
+        self.looked_ms = 0
         #: jobs on which the rules failed, and how: for the shell to report
         self.faults: dict[str, str] = {}
         #: jobs and nodes that are to be taken into the mirror anew (policy/mirror.py), or everything

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job, State
 from gangline.core.policy import recovery
-from gangline.core.policy.schedule import schedule
+from gangline.core.policy.schedule import LOOK_AGAIN_MS, schedule
 
 
 def decide(state: State, now_ms: int) -> list[ev.LogEvent]:
@@ -52,6 +52,8 @@ def attend_to_all(state: State) -> None:
 
 def wake(state: State, now_ms: int) -> None:
     """Look again at the jobs whose time has come."""
+    if state.queue and now_ms - state.scratch.looked_ms >= LOOK_AGAIN_MS:
+        state.scratch.queue_dirty = True
     timers = state.scratch.timers
     while timers and timers[0][0] <= now_ms:
         job = state.jobs.get(heappop(timers)[1])

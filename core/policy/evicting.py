@@ -26,7 +26,7 @@ def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer
     while (popped := order.pop()) is not None:
         job, signature = popped
         chunk = next_chunk(job)
-        if not chunk or delayed(job) or job in notes.barred:
+        if not chunk or delayed(job) or job in notes.barred or (job.standing and not world.options.evict_for_surplus):
             continue
         offered = offer(job, chunk, charge_of(chunk, world.smallest_device_mib))
         mark = world.checkpoint()

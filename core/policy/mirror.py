@@ -36,10 +36,12 @@ from gangline.core.policy.placing import Placer
 from gangline.core.policy.queues import QueueSpec
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, Affinity, Request
-from gangline.core.policy.world import World
+from gangline.core.policy.world import Options, World
 
 _K = TypeVar("_K")
 _MIB = 1 << 20
+#: a gang is not reclaimed before it has run so long, where no queue says otherwise: what has just been placed is not taken back at once
+MIN_RUNTIME_S = 60.0
 #: pods are not counted here; a node that takes no new ranks is short of so many
 _PODS = 1 << 20
 _CLOSED = 1 << 30
@@ -52,7 +54,7 @@ class Mirror:
     """One world beside one state. `sync` before each session, `take_back` after it."""
 
     def __init__(self) -> None:
-        self.world = World()
+        self.world = World(Options(evict_for_surplus=False))
         self.placer = Placer(self.world)
         self._tree: QueueTree | None = None
         #: GPU indices of a node by position of the device in the world
@@ -70,6 +72,9 @@ class Mirror:
         self._choosy: dict[str, None] = {}
         #: waiting gangs that take one of several GPU models, and those that they may have now
         self._undecided: dict[str, tuple[str, ...]] = {}
+        #: placed gangs that may be protected still, and for how long any gang is
+        self._young: dict[str, Job] = {}
+        self._protection_s = 0.0
         #: how many nodes in the world carry each of the well-known labels
         self._carried = dict.fromkeys(WELL_KNOWN, 0)
         #: nodes in the world by the model and by the number of their GPUs, for those that have any
@@ -84,6 +89,7 @@ class Mirror:
     def sync(self, state: State, now_ms: int) -> None:
         """Take in what has changed since the last time (`Scratch.moved`, `Scratch.moved_nodes`)."""
         scratch = state.scratch
+        self._grow_older(state, now_ms)
         if self._tree is not state.queues or scratch.everything_moved:
             self._rebuild(state, now_ms)
         else:
@@ -97,6 +103,14 @@ class Mirror:
         scratch.moved_nodes.clear()
         scratch.everything_moved = False
 
+    def _grow_older(self, state: State, now_ms: int) -> None:
+        """Gangs that have not run for long are protected from reclaim; those that have need no more looking at."""
+        for job_id, engine in list(self._young.items()):
+            since = state.jobs[job_id].running_since_ms if job_id in state.jobs else 0
+            engine.started_s_ago = (now_ms - since) / 1000 if since else 0.0
+            if engine.started_s_ago > self._protection_s:
+                del self._young[job_id]
+
     def take_back(self) -> None:
         """Undo what a session has decided."""
         self.world.rollback(0)
@@ -106,6 +120,7 @@ class Mirror:
         self._tree = state.queues
         for spec in _queue_specs(state.queues):
             self.world.add_queue(spec)
+            self._protection_s = max(self._protection_s, spec.reclaim_min_runtime_s or 0.0)
         up = {n.id: n for n in state.nodes.values() if n.status == "up"}
         self._describe(up.values())
         self.world.add_nodes(self._specs[n] for n in up)
@@ -222,6 +237,7 @@ class Mirror:
         self.barred.pop(job_id, None)
         self._choosy.pop(job_id, None)
         self._undecided.pop(job_id, None)
+        self._young.pop(job_id, None)
 
     def _add(self, state: State, job: StateJob, now_ms: int) -> None:
         placed = job.active and all(n in self._nodes for n in job.parts)
@@ -267,10 +283,11 @@ class Mirror:
             for at in range(0, len(ranks), unit):
                 gpus = [g for r in ranks[at : at + unit] for g in r.gpus]
                 places[len(places)] = (rank_state, self._place(node_id, gpus))
-        least = len(places) if job.world_size <= job.spec.gang.min_ranks else -(-job.spec.gang.min_ranks // unit)
-        engine = self._introduce(state, job, job.id, request, count=len(places), least=least, places=places)
-        if job.running_since_ms:
-            engine.started_s_ago = (now_ms - job.running_since_ms) / 1000
+        # All of its ranks are needed now: one that loses some does not go on with the others, it is placed anew.
+        engine = self._introduce(state, job, job.id, request, count=len(places), least=len(places), places=places)
+        engine.started_s_ago = (now_ms - job.running_since_ms) / 1000 if job.running_since_ms else 0.0
+        if engine.started_s_ago <= self._protection_s:
+            self._young[job.id] = engine
 
     def _add_remains(self, state: State, job: StateJob, placed: bool) -> None:
         """What the gang holds beyond its present placement: older generations that are still dying."""
@@ -444,5 +461,5 @@ def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
     return QueueSpec(
         spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
         weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
-        reclaim_min_runtime_s=spec.reclaim_min_runtime_s,
+        reclaim_min_runtime_s=MIN_RUNTIME_S if spec.reclaim_min_runtime_s is None and not spec.parent else spec.reclaim_min_runtime_s,
     )  # fmt: skip

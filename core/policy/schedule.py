@@ -1,10 +1,11 @@
 """The passes, run on the mirror of the state: what they decide, as events.
 
-    state ─▶ mirror ─▶ allocate, consolidate, reclaim, preempt ─▶ gang_placed, gang_preempting, gangs_deferred
+    state ─▶ mirror ─▶ allocate, reclaim, preempt ─▶ gang_placed, gang_preempting, gangs_deferred
 
 A gang that has to make room is asked to leave (`gang_preempting`), with its own grace; it is queued again when it has left, and then competes
 for a place in the order of the queues. The gang that it makes room for keeps its reservation from session to session, since everything that
-is leaving may be reserved, in order. Gangs are placed whole by construction, so there are no stale ones to evict.
+is leaving may be reserved, in order. Gangs are placed whole by construction, so there are no stale ones to evict. Consolidation is left out: it
+would restart gangs that nobody else is entitled to disturb, and that is worth it only where the loss of their work is known.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from gangline.core.policy.refusals import Refusal, no_domain
 from gangline.core.policy.report import Action, Decisions
 from gangline.core.policy.session import run_session
 
-_PASSES: tuple[Action, ...] = ("allocate", "consolidate", "reclaim", "preempt")
+_PASSES: tuple[Action, ...] = ("allocate", "reclaim", "preempt")
+#: waiting gangs are looked at again after this time although nothing has happened: the protection of those that run may have ended
+LOOK_AGAIN_MS = 15_000
 #: why a gang is asked to leave, by the pass that needs its place
 _CAUSES: dict[Action, str] = {"consolidate": "consolidated", "reclaim": "reclaimed", "preempt": "preempted"}
 #: jobs named in one gangs_deferred event, which keeps the event small
@@ -34,6 +37,7 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
     if not state.scratch.queue_dirty:
         return []
     state.scratch.queue_dirty = False
+    state.scratch.looked_ms = now_ms
     mirror = state.scratch.mirror
     if not isinstance(mirror, Mirror):
         mirror = state.scratch.mirror = Mirror()
@@ -45,6 +49,8 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
             decisions = run_session(mirror.world, _PASSES, mirror.placer) if waiting else Decisions()
             events = _events(state, mirror, decisions, now_ms)
             mirror.take_back()
+            # What was decided becomes true before the next look; the last look finds nothing.
+            state.scratch.queue_dirty = bool(events)
             return events
         except Exception as e:  # noqa: BLE001 - a job that the rules trip over must not stop all the others
             culprit = _blamed(e.__traceback__)
@@ -125,7 +131,9 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
                 own = _in_ranks(job, why)
                 groups.setdefault((own.code, own.message), (own, []))[1].append(name)
     out: list[ev.LogEvent] = []
-    for why, jobs in groups.values():
+    # In an order that does not depend on how the mirror came about: a leader that took over must write what the one before would have.
+    for why, jobs in sorted(groups.values(), key=lambda g: min(state.jobs[j].number for j in g[1])):
+        jobs.sort(key=lambda j: state.jobs[j].number)
         for at in range(0, len(jobs), _DEFERRED_TOGETHER):
             some = tuple(jobs[at : at + _DEFERRED_TOGETHER])
             out.append(ev.GangsDeferred(jobs=some, code=why.code, message=why.message, need=_plain(why.need), have=_plain(why.have)))

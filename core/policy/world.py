@@ -44,6 +44,8 @@ class Options:
     prefer_shared: bool = True
     #: seconds that a gang below its minimum may stay, unless its job says otherwise
     staleness_grace_s: float = 60.0
+    #: ranks beyond a gang's minimum may have others evicted; without this they only get what is idle
+    evict_for_surplus: bool = True
     #: what-if placements tried for one waiting job in one pass, at most
     simulations: int = 1000
 

@@ -651,6 +651,13 @@ def test_a_refusal_counts_ranks_also_where_they_are_placed_a_node_at_a_time() ->
     assert refusal(c, "x") == ("no_domain_fits", {"ranks": 24}, {"ranks": 16, "domains": 2})
 
 
+def test_a_node_counts_for_one_unit() -> None:
+    c = racks(a=2, b=1)
+    c.submit("x", gang=Gang(6, 6, 2), topology=TopologyRequest(required="rack"))
+    c.cycle()
+    assert refusal(c, "x") == ("no_domain_fits", {"ranks": 6}, {"ranks": 4, "domains": 2})
+
+
 def test_a_gang_that_prefers_a_rack_takes_several_where_none_holds_it() -> None:
     c = racks(a=2, b=2)
     c.submit("x", ranks=24, topology=TopologyRequest(preferred="rack"))
@@ -847,6 +854,8 @@ def test_quota_limit_and_hold_are_kept_and_over_quota_work_is_reclaimed() -> Non
     assert c.job("c1").deferral.code == "queue_held"  # type: ignore[union-attr]
     c.run("b1")
     c.submit("a1", ranks=4, queue="a")
+    assert not [e for e in c.cycle() if isinstance(e, ev.GangPreempting)], "it has only just begun"
+    c.now += 61_000
     preempting = only(c.cycle(), ev.GangPreempting)
     assert isinstance(preempting, ev.GangPreempting)
     assert (preempting.job, preempting.cause) == ("b1", "reclaimed")

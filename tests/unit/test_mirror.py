@@ -1,0 +1,114 @@
+"""The mirror that has been kept in step decides like one that was built from nothing: a leader of long standing, and one that just took over."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gangline.core.model import events as ev
+from gangline.core.model.queues import Amounts, QueueSpec
+from gangline.core.model.spec import Gang, Resources
+from gangline.core.model.statecodec import dump_state, load_state
+from gangline.core.policy.decide import attend_to_all, decide, wake
+from gangline.core.policy.schedule import schedule
+
+
+def _helpers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("policy_helpers", Path(__file__).with_name("test_policy.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HELPERS = _helpers()
+
+
+class Story:
+    """Random things happen to a cluster."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.c = HELPERS.Cluster("n1", "n2", "n3", "n4")
+        if self.rng.random() < 0.5:
+            self.declare()
+        self.number = 0
+
+    def declare(self) -> None:
+        rng = self.rng
+        queues = tuple(
+            QueueSpec(q, quota=Amounts(gpus_milli=rng.randrange(0, 20) * 1000), limit=Amounts(gpus_milli=rng.choice([None, 16_000])))
+            for q in ("a", "b", "default")
+        )
+        self.c.add(ev.QueuesDeclared(queues=queues))
+
+    def happens(self) -> None:
+        """One thing."""
+        rng, c = self.rng, self.c
+        c.now += rng.randrange(0, 20_000)
+        active = [j for j in c.state.jobs.values() if j.active]
+        match rng.randrange(9):
+            case 0 | 1 | 2:
+                self.number += 1
+                unit, parts = rng.choice([1, 1, 2, 8]), rng.randrange(1, 4)
+                least = rng.choice([parts, parts, 1])
+                c.submit(
+                    f"j{self.number}", gang=Gang(parts * unit, least * unit, unit if unit > 1 else 0), priority=rng.choice([10, 50, 90, 120]),
+                    preemptible=rng.random() < 0.8, queue=rng.choice(["a", "b", "default"]),
+                    resources=Resources(gpus=rng.choice([0, 1, 1, 1]), cpus_milli=100),
+                )  # fmt: skip
+            case 3 if active:
+                self.end(rng.choice(active))
+            case 4 if active:
+                job = rng.choice(active)
+                c.add(ev.JobStopRequested(job=job.id))
+            case 5:
+                node = rng.choice(list(c.state.nodes.values()))
+                if node.status == "up":
+                    c.add(ev.NodeLost(node=node.id, cause="lease_expired", message=""))
+                else:
+                    c.join(node.id, gpus=rng.choice([8, 8, 7]))
+            case 6:
+                action = rng.choice(["cordon", "uncordon", "drain", "undrain"])
+                c.add(ev.NodeAdministered(node=rng.choice(list(c.state.nodes)), action=action))
+            case _:
+                self.go_on(active)
+
+    def go_on(self, active: list[object]) -> None:
+        """What agents would report: gangs start, and what should be gone is gone."""
+        for job in active:
+            if job.state in ("placed", "preparing") and not job.lingering:  # type: ignore[attr-defined]
+                self.c.run(job.id)  # type: ignore[attr-defined]
+        for node in list(self.c.state.nodes.values()):
+            for job_id, holding in list(node.holdings.items()):
+                if holding.leaving_since and node.status == "up":
+                    self.c.add(ev.PartReleased(job=job_id, node=node.id))
+
+    def end(self, job: object) -> None:
+        for node, part in job.parts.items():  # type: ignore[attr-defined]
+            exits = tuple(ev.RankExit(r, x.generation, self.rng.choice([0, 0, 1])) for r, x in part.ranks.items() if not x.exited)
+            if exits and job.state != "restarting" and job.id in self.c.state.nodes[node].holdings:  # type: ignore[attr-defined]
+                self.c.add(ev.RanksExited(job=job.id, node=node, exits=exits))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_kept_in_step_is_like_built_from_nothing(seed: int) -> None:
+    story = Story(seed)
+    for _ in range(60):
+        story.happens()
+        state = story.c.state
+        fresh = load_state(dump_state(state))
+        attend_to_all(fresh)
+        wake(state, story.c.now)
+        state.scratch.queue_dirty = True
+        assert schedule(state, story.c.now) == schedule(fresh, story.c.now)
+        state.scratch.queue_dirty = True
+        story.c.cycle()
+        assert decide(state, story.c.now) == []
+        attend_to_all(fresh := load_state(dump_state(state)))
+        assert decide(fresh, story.c.now) == [], "a leader that takes over finds nothing left to decide"
