@@ -64,6 +64,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
             web.get("/v1/jobs/{job}/story", events.story),
             web.get("/v1/jobs/{job}/logs", logs.logs),
             web.get("/v1/jobs/{job}/why", why.why),
+            web.get("/v1/jobs/{job}/when", why.when),
             web.get("/v1/nodes", cluster.nodes),
             web.get("/v1/nodes/{node}", cluster.node),
             web.post("/v1/nodes/{node}:{action}", writes(cluster.administer, _SMALL)),

@@ -15,7 +15,7 @@ from gangline.leader.api_context import Context
 from gangline.leader.api_http import Params
 from gangline.leader.api_jobs import find_job
 from gangline.leader.service import Gone
-from gangline.leader.whyrows import RecordRow, why_row
+from gangline.leader.whyrows import RecordRow, when_row, why_row
 
 #: frames before the last change of a job in which the entries behind its state are looked for
 _LOOK_BACK = 2_000
@@ -47,6 +47,12 @@ class WhyRoutes:
         if deferral is None or job.deferral is None or job.deferral.index != deferral.index:
             at_ms = None
         return self._context.answer(why_row(state, job, at_ms, records), index=state.index)
+
+    async def when(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/jobs/{job}/when."""
+        state = await self._context.read(Params(request, "min_index", "wait"))
+        job = find_job(state, request.match_info["job"])
+        return self._context.answer(when_row(state, job), index=state.index)
 
     async def _time_of(self, index: int) -> int | None:
         frames = self._frames(index)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from heapq import nsmallest
+from typing import Literal
 
 import msgspec
 
 from gangline.core.model.documents import RestartNotice, StopNotice
 from gangline.core.model.state import Deferral, Job, JobState, State
 from gangline.core.policy.capacity import ends_ms, impossible
+from gangline.core.policy.estimate import Estimate, end_of, start_of
 
 #: holders that are named
 MAX_HOLDERS = 10
@@ -126,6 +128,45 @@ def why_row(state: State, job: Job, witness_at_ms: int | None, records: list[Rec
         outcome=job.outcome or None,
         cause=job.cause or None,
         records=records,
+    )
+
+
+class WhenRow(msgspec.Struct, frozen=True):
+    """When a job starts or ends, as far as that can be told, and what says so."""
+
+    job: str
+    name: str
+    state: JobState
+    #: "start" of one that waits, "end" of any other
+    of: Literal["start", "end"]
+    #: null: cannot be told, or never
+    at_ms: int | None
+    #: from the time of the answer, 0 when it is due
+    in_s: float | None
+    basis: str
+    order: OrderRow | None
+    gpus_without_limit: int | None
+    started_at_ms: int | None
+
+
+def when_row(state: State, job: Job) -> WhenRow:
+    """Return when a waiting job may start, when a placed one ends at the latest, and when one that is over ended."""
+    waits = job.state == "queued"
+    if job.state == "finished":
+        found = Estimate(job.ended_at_ms, f"it is over: {job.outcome}")
+    else:
+        found = start_of(state, job) if waits else end_of(job, state.at_ms)
+    return WhenRow(
+        job=job.id,
+        name=job.spec.name,
+        state=job.state,
+        of="start" if waits else "end",
+        at_ms=found.at_ms,
+        in_s=None if found.at_ms is None else max(0.0, (found.at_ms - state.at_ms) / 1000),
+        basis=found.basis,
+        order=order_row(state, job) if waits else None,
+        gpus_without_limit=found.gpus_without_limit if waits else None,
+        started_at_ms=job.started_at_ms or None,
     )
 
 

@@ -28,6 +28,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "ps": ("read", "List jobs, newest first."),
         "show": ("read", "Show everything about a job."),
         "why": ("why", "Say why a job waits, or is where it is."),
+        "when": ("why", "Estimate when a job starts, or ends."),
         "story": ("read", "Tell what happened to a job, from the log."),
         "logs": ("logs", "Print what the ranks of a job print."),
         "wait": ("wait", "Wait until jobs have ended, and say how."),

@@ -495,6 +495,19 @@ async def test_why_shows_the_record_with_its_entry(api: Api) -> None:
     assert (await api("GET", "/v1/jobs/nobody/why"))[0] == 404
 
 
+async def test_when_a_job_starts_and_ends(api: Api) -> None:
+    job = await running(api, "first")
+    await api("POST", "/v1/jobs", {**SPEC, "name": "waits"})
+    _, when, _ = await api("GET", "/v1/jobs/first/when")
+    assert (when["job"], when["of"], when["at_ms"]) == (job, "end", None)
+    _, when, _ = await api("GET", "/v1/jobs/waits/when")
+    assert (when["of"], when["at_ms"], when["gpus_without_limit"], when["order"]["position"]) == ("start", None, 2, 1)
+    assert when["basis"].startswith("unknown: 2 GPUs are held by jobs without a time limit")
+    await api.scheduler.write(ev.GangFinished(job=job, outcome="succeeded", cause="completed", message=""))
+    _, when, _ = await api("GET", f"/v1/jobs/{job}/when")
+    assert when["at_ms"] == api.scheduler.state.jobs[job].ended_at_ms
+
+
 async def test_secrets_do_not_come_back(api: Api) -> None:
     _, body, _ = await api("POST", "/v1/jobs", {**SPEC, "env": {"HF_TOKEN": "s3cret"}})
     for path in (f"/v1/jobs/{body['job']}", f"/v1/jobs/{body['job']}/story", "/v1/events"):

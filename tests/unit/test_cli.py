@@ -524,6 +524,21 @@ def test_why_prints_the_record_the_holders_and_the_remedy(server: FakeScheduler,
     assert "entry 9" in out
 
 
+def test_when_says_what_it_is_based_on(server: FakeScheduler, run: Run) -> None:
+    found = {
+        "job": "j1", "name": "a", "state": "queued", "of": "start", "at_ms": 3_600_000, "in_s": 3_600.0, "basis": "if what runs ends",
+        "order": {"queue": "q", "position": 1, "waiting": 1, "gpus_ahead": 0}, "gpus_without_limit": 0, "started_at_ms": None,
+    }  # fmt: skip
+    server.routes["GET", "/v1/jobs/j1/when"] = Reply(found)
+    out = run("when", "j1").out
+    for text in ("j1 (a) is queued; start: about 19", ", in 1h", "if what runs ends", "1st of 1 in q"):
+        assert text in out
+    server.routes["GET", "/v1/jobs/j1/when"] = Reply({**found, "at_ms": None, "in_s": None, "basis": "unknown: 8 GPUs"})
+    assert "start: cannot be told" in run("when", "j1").out
+    server.routes["GET", "/v1/jobs/j1/when"] = Reply({**found, "of": "end", "state": "running", "order": None})
+    assert "at the latest, in 1h" in run("when", "j1").out
+
+
 def test_story_and_events(server: FakeScheduler, run: Run) -> None:
     entries = [{"index": 3, "epoch": 1, "at_ms": 1_000, "event": "gang_placed", "message": "on n1", "body": {"a": 1}}]
     server.routes["GET", "/v1/jobs/j1/story"] = Reply({"job": "j1", "entries": entries})

@@ -1,4 +1,4 @@
-"""why: what the log says about where a job is, and who holds what it waits for."""
+"""why, when: what the log says about where a job is, who holds what it waits for, and what follows from time limits."""
 
 from __future__ import annotations
 
@@ -37,6 +37,39 @@ def why(ctx: click.Context, job: str, out: Output) -> None:
         table(HOLDERS, largest, out.header)
 
 
+@click.command()
+@job_argument()
+@output_options
+@click.pass_context
+def when(ctx: click.Context, job: str, out: Output) -> None:
+    """Estimate when JOB starts if it waits, else when it ends, and say what the estimate is based on."""
+    client = client_of(ctx)
+    found: dict[str, Any] = client.get(f"/v1/jobs/{segment(resolve(client, job, user_of(ctx)))}/when").body
+    if out.one(found, "job"):
+        return
+    click.echo(f"{label({**found, 'id': found['job']})} is {cell(found['state'])}; {found['of']}: {_time(found)}")
+    click.echo(f"  {'basis':<13} {cell(found['basis'])}")
+    for word, value in _place(found.get("order")):
+        click.echo(f"  {word:<13} {value}")
+
+
+def _time(found: Answer) -> str:
+    from gangline.core.client.commands.read import clock, rough
+
+    if found.get("at_ms") is None:
+        return "cannot be told"
+    if found["state"] == "finished":
+        return clock(found["at_ms"])
+    within = rough(round(found.get("in_s") or 0))
+    return f"about {clock(found['at_ms'])}, in {within}" if found["of"] == "start" else f"{clock(found['at_ms'])} at the latest, in {within}"
+
+
+def _place(order: Answer | None) -> Iterator[tuple[str, str]]:
+    if order:
+        place = f"{ordinal(order['position'])} of {order['waiting']} in {cell(order['queue'])}"
+        yield "in its queue", f"{place}, {order['gpus_ahead']} GPUs ahead of it"
+
+
 def _waiting(found: Answer) -> Iterator[tuple[str, str]]:
     """Say what concerns a job that waits."""
     from gangline.core.client.commands.read import ago, clock
@@ -49,9 +82,7 @@ def _waiting(found: Answer) -> Iterator[tuple[str, str]]:
             yield "needs", cell(witness["need"])
         if witness.get("have"):
             yield "has", cell(witness["have"])
-    if order:
-        place = f"{ordinal(order['position'])} of {order['waiting']} in {cell(order['queue'])}"
-        yield "in its queue", f"{place}, {order['gpus_ahead']} GPUs ahead of it"
+    yield from _place(order)
     if holders:
         yield "held by", _held(holders)
     if found.get("impossible"):

@@ -1,0 +1,244 @@
+"""When a waiting job may start, and a running one ends: what follows from time limits, with the basis of the answer. Pure.
+
+The gangs that wait before a job in its queue, and then the job, are laid over what comes free: a gang ends at its time limit, and one without a
+limit never does. Where several fit, the order is that of the queue. This is no promise: gangs end before their limits, others may be submitted
+with a higher priority, and room that is made by preemption, or taken by other queues, is not looked at.
+
+    now ──▶ place whoever fits, in order ──▶ the next end by a time limit ──▶ place whoever fits ──▶ … ──▶ the job is placed: its start
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from gangline.core.model.spec import JobSpec
+from gangline.core.model.state import Job, Node, State
+from gangline.core.policy.capacity import Domain, domain_of, ends_ms, healthy, impossible, ranks_in, takes
+
+#: steps of the simulation after which it says that it cannot tell; a step looks at one gang or one node
+MAX_STEPS = 200_000
+#: reasons for waiting that time alone does not end
+_NOT_BY_TIME = ("queue_held", "ranks_may_run", "unknown_topology", "policy_error", "no_such_model", "no_such_device")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """When something happens by what is known now, None when that cannot be told; and what that is based on."""
+
+    at_ms: int | None
+    basis: str
+    #: gangs before it in its queue, which are laid over the same room
+    ahead: int = 0
+    #: GPUs held by gangs that have no time limit
+    gpus_without_limit: int = 0
+
+
+@dataclass
+class _Room:
+    """What is free on one node as time goes on."""
+
+    node: Node
+    gpus: int
+    cpus_milli: int
+    memory_mib: int
+
+    def fits(self, spec: JobSpec) -> int:
+        return ranks_in(spec, self.gpus, self.cpus_milli, self.memory_mib)
+
+    def change(self, spec: JobSpec, ranks: int) -> None:
+        """Take what so many ranks need; below zero give it back."""
+        res = spec.resources
+        self.gpus -= ranks * res.gpus
+        self.cpus_milli -= ranks * res.cpus_milli
+        self.memory_mib -= ranks * res.memory_mib
+
+
+@dataclass
+class _Shape:
+    """Room by domain for gangs that ask for the same per rank, kept as nodes change."""
+
+    spec: JobSpec
+    domains: dict[str, Domain]
+    by_node: dict[str, int] = field(default_factory=dict)
+    by_domain: dict[Domain, int] = field(default_factory=dict)
+
+    def look(self, room: _Room) -> None:
+        name = room.node.id
+        if name in self.domains:
+            fits, domain = room.fits(self.spec), self.domains[name]
+            self.by_domain[domain] = self.by_domain.get(domain, 0) + fits - self.by_node.get(name, 0)
+            self.by_node[name] = fits
+
+
+class _TooLong(Exception):
+    """The simulation takes more steps than an answer is worth."""
+
+
+def end_of(job: Job, now_ms: int) -> Estimate:
+    """Return when a placed job ends at the latest."""
+    at_ms = ends_ms(job, now_ms)
+    if job.state == "preempting":
+        return Estimate(at_ms, "it was asked to leave, and is stopped when its notice ends")
+    if at_ms is None:
+        return Estimate(None, "unknown: it has no time limit")
+    ran = "its time limit" if job.running_since_ms else "its time limit, counted from now: it does not run yet"
+    return Estimate(at_ms, f"{ran}; it may end before")
+
+
+def start_of(state: State, job: Job) -> Estimate:
+    """Return when a waiting job starts, if what runs ends at its time limit and what is before it in its queue goes first."""
+    never = impossible(state, job.spec)
+    if never:
+        return Estimate(None, f"never on the nodes that are up: {never}")
+    held = _without_limit(state)
+    if job.deferral is not None and job.deferral.code in _NOT_BY_TIME:
+        return Estimate(None, f"unknown: it waits for something other than room ({job.deferral.message})", gpus_without_limit=held)
+    ahead = [other for other in _before(state, job) if other.deferral is None or other.deferral.code not in _NOT_BY_TIME]
+    try:
+        at_ms = _Simulation(state, [*ahead, job]).start_of(job)
+    except _TooLong:
+        return Estimate(None, f"unknown: too much runs and waits to lay it out; {len(ahead)} jobs are before it", len(ahead), held)
+    first = f"{len(ahead)} job{'' if len(ahead) == 1 else 's'} before it in its queue"
+    if at_ms is None:
+        if held:
+            return Estimate(None, f"unknown: {held} GPUs are held by jobs without a time limit; {first}", len(ahead), held)
+        return Estimate(None, f"unknown: by room alone it would not start; {first}", len(ahead), held)
+    if at_ms <= state.at_ms:
+        why = f" (recorded: {job.deferral.message})" if job.deferral is not None else ""
+        return Estimate(at_ms, f"there is room for it now; {first}. What keeps it is something else{why}", len(ahead), held)
+    return Estimate(at_ms, f"if what runs ends at its time limit, with {first}; earlier when jobs end before it", len(ahead), held)
+
+
+def _without_limit(state: State) -> int:
+    """GPUs of gangs that nothing says an end of."""
+    placed = (state.jobs[job] for job in state.running)
+    return sum(job.world_size * job.spec.resources.gpus for job in placed if ends_ms(job, state.at_ms) is None)
+
+
+def _before(state: State, job: Job) -> Iterator[Job]:
+    """Jobs that wait before this one in its queue, in order."""
+    own = state.queues.leaf_of(job.spec.queue)
+    for priority, number, other in state.queue:
+        if (priority, number) >= (-job.spec.priority, job.number):
+            return
+        if state.queues.leaf_of(state.jobs[other].spec.queue) == own:
+            yield state.jobs[other]
+
+
+class _Simulation:
+    """Nodes, and gangs on them, from now into the future."""
+
+    def __init__(self, state: State, waiting: list[Job]) -> None:
+        self._state, self._waiting = state, waiting
+        self._steps = 0
+        nodes = [node for node in state.nodes.values() if node.schedulable]
+        self._rooms = {node.id: _room(node) for node in nodes}
+        self._shapes: dict[object, _Shape] = {}
+        self._count = 0
+        #: (when, order, spec, ranks by node) of what ends by its limit
+        self._ends: list[tuple[int, int, JobSpec, dict[str, int]]] = []
+        for job_id in state.running:
+            job = state.jobs[job_id]
+            at_ms = ends_ms(job, state.at_ms)
+            if at_ms is not None:
+                self._add_end(at_ms, job.spec, {node: len(part.ranks) for node, part in job.parts.items()})
+
+    def start_of(self, job: Job) -> int | None:
+        """Return when the job is placed."""
+        now_ms = self._state.at_ms
+        while True:
+            if self._place_all(now_ms, job):
+                return now_ms
+            if not self._ends:
+                return None
+            now_ms = max(now_ms, self._ends[0][0])
+            while self._ends and self._ends[0][0] <= now_ms:
+                _, _, spec, ranks = heappop(self._ends)
+                self._change(spec, {node: -count for node, count in ranks.items()})
+
+    def _place_all(self, now_ms: int, job: Job) -> bool:
+        """Place whoever fits, in order; True when the job itself is placed."""
+        failed: set[tuple[object, int]] = set()
+        left: list[Job] = []
+        for other in self._waiting:
+            self._spend(1)
+            key = (_shape_key(other.spec), other.spec.gang.min_ranks)
+            places = None if key in failed else self._places(other.spec)
+            if places is None:
+                failed.add(key)
+                left.append(other)
+                continue
+            if other is job:
+                return True
+            self._change(other.spec, places)
+            if other.spec.time_limit_s:
+                self._add_end(int(now_ms - other.ran_ms + other.spec.time_limit_s * 1000), other.spec, places)
+        self._waiting = left
+        return False
+
+    def _places(self, spec: JobSpec) -> dict[str, int] | None:
+        """Return ranks by node for a gang of the smallest size that is worth starting, None when there is no room."""
+        shape, need = self._shape(spec), spec.gang.min_ranks
+        domain = next((d for d, room in shape.by_domain.items() if room >= need), None)
+        if domain is None:
+            return None
+        found: dict[str, int] = {}
+        for node, fits in shape.by_node.items():
+            self._spend(1)
+            if fits and shape.domains[node] == domain:
+                found[node] = min(fits, need)
+                need -= found[node]
+                if not need:
+                    break
+        return found
+
+    def _shape(self, spec: JobSpec) -> _Shape:
+        key = _shape_key(spec)
+        if key not in self._shapes:
+            nodes = [room.node for room in self._rooms.values()]
+            inside = domain_of(self._state, spec, nodes)
+            shape = _Shape(spec, {node.id: inside[node.id] for node in nodes if node.id in inside and takes(spec, node)})
+            for room in self._rooms.values():
+                self._spend(1)
+                shape.look(room)
+            self._shapes[key] = shape
+        return self._shapes[key]
+
+    def _change(self, spec: JobSpec, ranks: dict[str, int]) -> None:
+        for node, count in ranks.items():
+            room = self._rooms.get(node)
+            if room is not None:
+                room.change(spec, count)
+                for shape in self._shapes.values():
+                    self._spend(1)
+                    shape.look(room)
+
+    def _add_end(self, at_ms: int, spec: JobSpec, ranks: dict[str, int]) -> None:
+        self._count += 1
+        heappush(self._ends, (at_ms, self._count, spec, ranks))
+
+    def _spend(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > MAX_STEPS:
+            raise _TooLong
+
+
+def _room(node: Node) -> _Room:
+    good = healthy(node)
+    return _Room(node, sum(1 for gpu in node.free_gpus if gpu in good), node.free_cpus_milli, node.free_memory_mib)
+
+
+def _shape_key(spec: JobSpec) -> object:
+    res, gang = spec.resources, spec.gang
+    return (
+        res.gpus,
+        res.gpu_models,
+        res.cpus_milli,
+        res.memory_mib,
+        gang.ranks_per_node,
+        gang.ranks,
+        spec.topology.name,
+        spec.topology.required,
+    )
