@@ -765,6 +765,34 @@ def test_declared_levels_leave_out_nodes_without_the_labels() -> None:
     assert racks_of(c, "y") == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "asked", "busy", "nodes", "said"),
+    [
+        (16, TopologyRequest(required="rack"), 0, ["n2", "n5"], ""),
+        (24, TopologyRequest(required="rack"), 0, [], "needs room for 24 ranks in one domain of rack; the best of 3 has room for 20"),
+        (24, TopologyRequest(required="block", preferred="rack"), 0, ["n4", "n2", "n5"], ""),
+        (24, TopologyRequest(preferred="rack"), 0, ["n4", "n2", "n5"], ""),
+        (24, TopologyRequest(preferred="rack"), 1, ["n5", "n3", "n6", "n7"], ""),
+        (48, TopologyRequest(required="block"), 0, [], "needs room for 48 ranks in one domain of block; the best of 2 has room for 24"),
+    ],
+)
+def test_the_worked_example(ranks: int, asked: TopologyRequest, busy: int, nodes: list[str], said: str) -> None:
+    """docs/topology.md."""
+    c = Cluster()
+    for node, domain in {"n1": "b1 r1", "n4": "b1 r1", "n2": "b1 r2", "n5": "b1 r2", "n3": "b2 r3", "n6": "b2 r3", "n7": "b2 r3"}.items():
+        block, rack = domain.split()
+        c.join(node, block=block, rack=rack)
+    for job, (node, gpus) in {"one": ("n1", 8), "two": ("n3", 4), "three": ("n5", busy)}.items():
+        if gpus:
+            c.submit(job, ranks=gpus, priority=200, preemptible=False)
+            part = ev.PlacedPart(node, tuple(ev.PlacedRank(r, (r,)) for r in range(gpus)))
+            c.add(ev.GangPlaced(job=job, generation=1, parts=(part,)))
+    c.submit("x", ranks=ranks, topology=asked)
+    c.cycle()
+    deferral = c.job("x").deferral
+    assert (c.job("x").nodes(), deferral.message if deferral else "") == (nodes, said)
+
+
 def test_room_is_made_in_one_rack_only() -> None:
     c = racks(a=2, b=2)
     for low in ("x", "y"):
