@@ -36,7 +36,8 @@ print(code, *sorted(set(sys.modules) - before), file=sys.stderr)
 
 
 @pytest.mark.parametrize(
-    "args", [["--url", "http://127.0.0.1:9", "--help"], ["explain", "GL-1101"], ["ps", "--help"], ["nodes", "--help"], ["queues", "--help"], ["logs", "--help"]]
+    "args",
+    [["--url", "http://127.0.0.1:9", "--help"], ["explain", "GL-1101"], *([word, "--help"] for word in ("ps", "nodes", "queues", "logs"))],
 )
 def test_daily_commands_load_little(args: list[str]) -> None:
     ran = subprocess.run([sys.executable, "-c", PROBE.format(args=args)], capture_output=True, text=True, timeout=60, check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from gangline.core.model import events as ev
@@ -17,6 +19,7 @@ from gangline.core.policy import recovery as recovery_rules
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
 from gangline.core.policy.gangs import Job as EngineJob
 from gangline.core.policy.gangs import Rank as EngineRank
+from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.recovery import AVOID_MS, PREPARE_TIMEOUT_MS
 
@@ -913,3 +916,26 @@ def test_of_ranks_that_restart_alone_each_failure_counts() -> None:
     c.end("a", 1, 3)
     c.cycle()
     assert (c.job("a").outcome, c.job("a").exit_code) == ("failed", 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_mirror_knows_which_labels_all_nodes_carry(seed: int) -> None:
+    rng = random.Random(seed)
+    c = Cluster()
+    for step in range(40):
+        node = f"n{rng.randrange(5)}"
+        known = c.state.nodes.get(node)
+        if known is not None and known.status == "up" and rng.random() < 0.4:
+            c.add(ev.NodeLost(node=node, cause="lease_expired", message=""))
+        else:
+            c.join(node, **{level: rng.choice("ab") for level in ("zone", "rack", "nvlink", "other") if rng.random() < 0.8})
+        c.submit(f"j{step}", topology=TopologyRequest(preferred=rng.choice(("rack", "zone"))))
+        c.cycle()
+        up = [n.registration.labels for n in c.state.nodes.values() if n.status == "up"]
+        mirror = c.state.scratch.mirror
+        assert isinstance(mirror, Mirror)
+        expected = [level for level in ("zone", "block", "rack", "nvlink") if all(level in labels for labels in up)]
+        assert mirror.world.topologies["default"] == (*expected, "hostname")
+        for job in c.state.jobs.values():
+            if job.state == "queued" and job.deferral is not None and len(up) and job.spec.topology.preferred in expected:
+                assert job.deferral.code != "unknown_topology"
