@@ -24,6 +24,7 @@ from gangline.leader.api_guard import CannotListen, Guard, check_listen
 from gangline.leader.api_http import MAX_BODY, Refusal, from_aiohttp
 from gangline.leader.api_jobs import JobRoutes
 from gangline.leader.api_logs import LogRoutes
+from gangline.leader.api_plan import PlanRoutes
 from gangline.leader.api_queues import QueueRoutes
 from gangline.leader.api_server import Listener
 from gangline.leader.api_why import WhyRoutes
@@ -57,6 +58,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
     app.add_routes(
         [
             web.post("/v1/jobs", writes(jobs.submit, MAX_BYTES)),
+            web.post("/v1/jobs:plan", PlanRoutes(context).plan),
             web.post("/v1/jobs:batch", writes(jobs.submit_batch, MAX_BODY)),
             web.get("/v1/jobs", jobs.list),
             web.get("/v1/jobs/{job}", jobs.show),

@@ -110,6 +110,10 @@ class Context:
         self._state, self._index = state, state.index
         return state
 
+    def now_ms(self, state: State) -> int:
+        """Return the log time of a decision that would be made now."""
+        return max(state.at_ms, self.service.now_ms())
+
     async def read(self, params: Params) -> State:
         """Return the state that the query asks for (`min_index`, `wait`). Raises Refusal for anything wrong with the query, too."""
         min_index, wait_s = params.number("min_index", 0, 10**16, 0), params.wait_s()

@@ -46,13 +46,13 @@ class WhyRoutes:
         job = state.jobs.get(job.id, job)
         if deferral is None or job.deferral is None or job.deferral.index != deferral.index:
             at_ms = None
-        return self._context.answer(why_row(state, job, at_ms, records), index=state.index)
+        return self._context.answer(why_row(state, job, self._context.now_ms(state), at_ms, records), index=state.index)
 
     async def when(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/jobs/{job}/when."""
         state = await self._context.read(Params(request, "min_index", "wait"))
         job = find_job(state, request.match_info["job"])
-        return self._context.answer(when_row(state, job), index=state.index)
+        return self._context.answer(when_row(state, job, self._context.now_ms(state)), index=state.index)
 
     async def _time_of(self, index: int) -> int | None:
         frames = self._frames(index)

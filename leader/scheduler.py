@@ -182,6 +182,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- what others see
 
+    def now_ms(self) -> int:
+        """Return log time."""
+        return self._clock.now_ms()
+
     async def view(self, min_index: int = 0, wait_s: float = 0.0) -> State:
         """See Service."""
         if self.state.index < min_index:

@@ -46,6 +46,9 @@ class Service(Protocol):
     def lag_s(self) -> float:
         """Seconds since this scheduler last knew that it had folded everything; 0 on the leader."""
 
+    def now_ms(self) -> int:
+        """Return log time: that of the log stands still while nothing happens."""
+
     async def view(self, min_index: int = 0, wait_s: float = 0.0) -> State:
         """Return the state once everything in it is committed and it has reached `min_index`. Read it before the next await.
 

@@ -107,7 +107,7 @@ class WhyRow(msgspec.Struct, frozen=True):
     records: list[RecordRow]
 
 
-def why_row(state: State, job: Job, witness_at_ms: int | None, records: list[RecordRow]) -> WhyRow:
+def why_row(state: State, job: Job, now_ms: int, witness_at_ms: int | None, records: list[RecordRow]) -> WhyRow:
     """Return why a job is in its state. `witness_at_ms` is the time of the entry with the witness, `records` are the entries behind the rest."""
     waits = job.state == "queued"
     deferral = job.deferral if waits else None
@@ -117,10 +117,10 @@ def why_row(state: State, job: Job, witness_at_ms: int | None, records: list[Rec
         name=job.spec.name,
         state=job.state,
         since_ms=job.since_ms,
-        message=_message(job, state.at_ms),
+        message=_message(job, now_ms),
         witness=_witness(deferral, witness_at_ms) if deferral is not None else None,
         order=order_row(state, job) if waits else None,
-        holders=_holders(state, job, deferral) if waits else None,
+        holders=_holders(state, job, now_ms, deferral) if waits else None,
         would_change=_would_change(job, deferral, never),
         impossible=never or None,
         last_restart=job.restart,
@@ -149,20 +149,20 @@ class WhenRow(msgspec.Struct, frozen=True):
     started_at_ms: int | None
 
 
-def when_row(state: State, job: Job) -> WhenRow:
+def when_row(state: State, job: Job, now_ms: int) -> WhenRow:
     """Return when a waiting job may start, when a placed one ends at the latest, and when one that is over ended."""
     waits = job.state == "queued"
     if job.state == "finished":
         found = Estimate(job.ended_at_ms, f"it is over: {job.outcome}")
     else:
-        found = start_of(state, job) if waits else end_of(job, state.at_ms)
+        found = start_of(state, job, now_ms) if waits else end_of(job, now_ms)
     return WhenRow(
         job=job.id,
         name=job.spec.name,
         state=job.state,
         of="start" if waits else "end",
         at_ms=found.at_ms,
-        in_s=None if found.at_ms is None else max(0.0, (found.at_ms - state.at_ms) / 1000),
+        in_s=None if found.at_ms is None else max(0.0, (found.at_ms - now_ms) / 1000),
         basis=found.basis,
         order=order_row(state, job) if waits else None,
         gpus_without_limit=found.gpus_without_limit if waits else None,
@@ -215,7 +215,7 @@ def order_row(state: State, job: Job) -> OrderRow:
     return OrderRow(own, ahead + 1, waiting, gpus)
 
 
-def _holders(state: State, job: Job, deferral: Deferral | None) -> HoldersRow:
+def _holders(state: State, job: Job, now_ms: int, deferral: Deferral | None) -> HoldersRow:
     within = state.queues.leaf_of(job.spec.queue) if deferral is not None and deferral.code in _OF_QUEUES else None
     placed = [state.jobs[j] for j in state.running]
     if within is not None:
@@ -225,7 +225,7 @@ def _holders(state: State, job: Job, deferral: Deferral | None) -> HoldersRow:
         row = queues.setdefault(other.spec.queue, QueueHolderRow(other.spec.queue))
         row.jobs += 1
         row.gpus += _gpus(other)
-    largest = [_holder(other, state.at_ms) for other in nsmallest(MAX_HOLDERS, placed, key=lambda j: (-_gpus(j), j.number))]
+    largest = [_holder(other, now_ms) for other in nsmallest(MAX_HOLDERS, placed, key=lambda j: (-_gpus(j), j.number))]
     in_order = sorted(queues.values(), key=lambda row: (-row.gpus, row.queue))
     return HoldersRow(within, len(placed), sum(row.gpus for row in in_order), in_order, largest)
 

@@ -24,6 +24,7 @@ from gangline.core.model.nearest import nearest
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Jobs": {
         "submit": ("submit", "Submit the jobs of files, or of standard input."),
+        "plan": ("plan", "Say what would become of jobs if they were submitted now."),
         "run": ("run", "Describe a job by options, run it and follow it to its end."),
         "ps": ("read", "List jobs, newest first."),
         "show": ("read", "Show everything about a job."),

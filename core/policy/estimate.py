@@ -87,17 +87,17 @@ def end_of(job: Job, now_ms: int) -> Estimate:
     return Estimate(at_ms, f"{ran}; it may end before")
 
 
-def start_of(state: State, job: Job) -> Estimate:
+def start_of(state: State, job: Job, now_ms: int) -> Estimate:
     """Return when a waiting job starts, if what runs ends at its time limit and what is before it in its queue goes first."""
     never = impossible(state, job.spec)
     if never:
         return Estimate(None, f"never on the nodes that are up: {never}")
-    held = _without_limit(state)
+    held = _without_limit(state, now_ms)
     if job.deferral is not None and job.deferral.code in _NOT_BY_TIME:
         return Estimate(None, f"unknown: it waits for something other than room ({job.deferral.message})", gpus_without_limit=held)
     ahead = [other for other in _before(state, job) if other.deferral is None or other.deferral.code not in _NOT_BY_TIME]
     try:
-        at_ms = _Simulation(state, [*ahead, job]).start_of(job)
+        at_ms = _Simulation(state, now_ms, [*ahead, job]).start_of(job)
     except _TooLong:
         return Estimate(None, f"unknown: too much runs and waits to lay it out; {len(ahead)} jobs are before it", len(ahead), held)
     first = f"{len(ahead)} job{'' if len(ahead) == 1 else 's'} before it in its queue"
@@ -105,16 +105,16 @@ def start_of(state: State, job: Job) -> Estimate:
         if held:
             return Estimate(None, f"unknown: {held} GPUs are held by jobs without a time limit; {first}", len(ahead), held)
         return Estimate(None, f"unknown: by room alone it would not start; {first}", len(ahead), held)
-    if at_ms <= state.at_ms:
+    if at_ms <= now_ms:
         why = f" (recorded: {job.deferral.message})" if job.deferral is not None else ""
         return Estimate(at_ms, f"there is room for it now; {first}. What keeps it is something else{why}", len(ahead), held)
     return Estimate(at_ms, f"if what runs ends at its time limit, with {first}; earlier when jobs end before it", len(ahead), held)
 
 
-def _without_limit(state: State) -> int:
+def _without_limit(state: State, now_ms: int) -> int:
     """GPUs of gangs that nothing says an end of."""
     placed = (state.jobs[job] for job in state.running)
-    return sum(job.world_size * job.spec.resources.gpus for job in placed if ends_ms(job, state.at_ms) is None)
+    return sum(job.world_size * job.spec.resources.gpus for job in placed if ends_ms(job, now_ms) is None)
 
 
 def _before(state: State, job: Job) -> Iterator[Job]:
@@ -130,8 +130,8 @@ def _before(state: State, job: Job) -> Iterator[Job]:
 class _Simulation:
     """Nodes, and gangs on them, from now into the future."""
 
-    def __init__(self, state: State, waiting: list[Job]) -> None:
-        self._state, self._waiting = state, waiting
+    def __init__(self, state: State, now_ms: int, waiting: list[Job]) -> None:
+        self._state, self._now_ms, self._waiting = state, now_ms, waiting
         self._steps = 0
         nodes = [node for node in state.nodes.values() if node.schedulable]
         self._rooms = {node.id: _room(node) for node in nodes}
@@ -141,13 +141,13 @@ class _Simulation:
         self._ends: list[tuple[int, int, JobSpec, dict[str, int]]] = []
         for job_id in state.running:
             job = state.jobs[job_id]
-            at_ms = ends_ms(job, state.at_ms)
+            at_ms = ends_ms(job, now_ms)
             if at_ms is not None:
                 self._add_end(at_ms, job.spec, {node: len(part.ranks) for node, part in job.parts.items()})
 
     def start_of(self, job: Job) -> int | None:
         """Return when the job is placed."""
-        now_ms = self._state.at_ms
+        now_ms = self._now_ms
         while True:
             if self._place_all(now_ms, job):
                 return now_ms

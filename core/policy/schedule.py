@@ -21,7 +21,8 @@ from gangline.core.policy.refusals import Refusal, no_domain
 from gangline.core.policy.report import Action, Decisions
 from gangline.core.policy.session import run_session
 
-_PASSES: tuple[Action, ...] = ("allocate", "reclaim", "preempt")
+#: the passes that change the cluster, in order
+PASSES: tuple[Action, ...] = ("allocate", "reclaim", "preempt")
 #: waiting gangs are looked at again after this time although nothing has happened: the protection of those that run may have ended
 LOOK_AGAIN_MS = 15_000
 #: why a gang is asked to leave, by the pass that needs its place
@@ -46,7 +47,7 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
         try:
             mirror.sync(state, now_ms)
             waiting = mirror.world.waiting_groups()
-            decisions = run_session(mirror.world, _PASSES, mirror.placer) if waiting else Decisions()
+            decisions = run_session(mirror.world, PASSES, mirror.placer) if waiting else Decisions()
             events = _events(state, mirror, decisions, now_ms)
             mirror.take_back()
             # What was decided becomes true before the next look; the last look finds nothing.
@@ -98,16 +99,12 @@ def _evicted(state: State, decisions: Decisions, now_ms: int) -> list[ev.LogEven
         job = state.jobs[job_id]
         cause, message = _CAUSES[action], f"makes room for {_called(state, beneficiary)}"
         if job.state == "restarting":
-            out.append(
-                ev.GangRequeued(job=job_id, generation=job.generation, cause=cause, failure_class="infrastructure", message=message)
-            )
+            out.append(ev.GangRequeued(job=job_id, generation=job.generation, cause=cause, failure_class="infrastructure", message=message))
         else:
             grace_s = job.spec.preemption.grace_s
             deadline_ms = int(now_ms + grace_s * 1000)
             out.append(
-                ev.GangPreempting(
-                    job=job_id, generation=job.generation, cause=cause, message=message, deadline_ms=deadline_ms, grace_s=grace_s
-                )
+                ev.GangPreempting(job=job_id, generation=job.generation, cause=cause, message=message, deadline_ms=deadline_ms, grace_s=grace_s)
             )
     return out
 
@@ -121,14 +118,14 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
     """A reason is written when its code changes; numbers alone that change do not make an event."""
     groups: dict[tuple[str, str], tuple[Refusal, list[str]]] = {}
     told: dict[str, None] = {}
-    for names, why in _reasons(mirror, decisions):
+    for names, why in reasons_to_wait(mirror, decisions):
         for name in names:
             job = state.jobs.get(name)
             if name in told:
                 continue  # a pass before the one that helped may have refused it, too
             told[name] = None
             if job is not None and job.state == "queued" and (job.deferral is None or job.deferral.code != why.code):
-                own = _in_ranks(job, why)
+                own = in_ranks(job, why)
                 groups.setdefault((own.code, own.message), (own, []))[1].append(name)
     out: list[ev.LogEvent] = []
     # In an order that does not depend on how the mirror came about: a leader that took over must write what the one before would have.
@@ -136,11 +133,13 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
         jobs.sort(key=lambda j: state.jobs[j].number)
         for at in range(0, len(jobs), _DEFERRED_TOGETHER):
             some = tuple(jobs[at : at + _DEFERRED_TOGETHER])
-            out.append(ev.GangsDeferred(jobs=some, code=why.code, message=why.message, need=_plain(why.need), have=_plain(why.have)))
+            out.append(
+                ev.GangsDeferred(jobs=some, code=why.code, message=why.message, need=plain_amounts(why.need), have=plain_amounts(why.have))
+            )
     return out
 
 
-def _in_ranks(job: Job, why: Refusal) -> Refusal:
+def in_ranks(job: Job, why: Refusal) -> Refusal:
     """What the passes say of units, in ranks of the job."""
     unit, level = unit_of(job), job.spec.topology.required
     if unit == 1 or why.code != "no_domain_fits" or not level:
@@ -148,7 +147,8 @@ def _in_ranks(job: Job, why: Refusal) -> Refusal:
     return no_domain(why.need["ranks"] * unit, level, why.have["domains"], why.have["ranks"] * unit)
 
 
-def _reasons(mirror: Mirror, decisions: Decisions) -> list[tuple[list[str], Refusal]]:
+def reasons_to_wait(mirror: Mirror, decisions: Decisions) -> list[tuple[list[str], Refusal]]:
+    """Return names of waiting gangs with the reason; where one is in several, the first counts."""
     reasons: list[tuple[list[str], Refusal]] = [([job], why) for job, why in mirror.barred.items()]
     # An elastic gang may be placed and still have reservations, for ranks beyond its minimum; they are for those that know how to grow.
     placed = {p.rank.job.name for p in decisions.placements}
@@ -162,7 +162,7 @@ def _reasons(mirror: Mirror, decisions: Decisions) -> list[tuple[list[str], Refu
     return reasons + [([j.name for j in jobs], why) for jobs, why in decisions.refusals]
 
 
-def _plain(amounts: dict[str, int]) -> dict[str, int]:
+def plain_amounts(amounts: dict[str, int]) -> dict[str, int]:
     """Amounts as the log has them: whole GPUs where they are whole, CPUs in thousandths, memory in MiB."""
     out: dict[str, int] = {}
     for name, amount in amounts.items():
@@ -175,5 +175,3 @@ def _plain(amounts: dict[str, int]) -> dict[str, int]:
         else:
             out[name] = amount
     return out
-
-

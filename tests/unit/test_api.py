@@ -23,6 +23,7 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import LogEvent, PlacedPart, PlacedRank, RankExit
 from gangline.core.model.fold import apply, apply_frame, seal
 from gangline.core.model.state import State
+from gangline.leader import api_plan
 from gangline.leader.api import ApiOptions, CannotListen, Listener, check_listen, serve
 from gangline.leader.commands import Accepted, Command, Refused, admit
 from gangline.leader.metrics import Metrics
@@ -70,6 +71,9 @@ class Scheduler:
         self.gate.set()
         self.metrics: Metrics | None = None
         log.members.append(self)
+
+    def now_ms(self) -> int:
+        return self.state.at_ms
 
     async def view(self, min_index: int = 0, wait_s: float = 0.0) -> State:
         if self.role != "leader" and self.folding:
@@ -506,6 +510,37 @@ async def test_when_a_job_starts_and_ends(api: Api) -> None:
     await api.scheduler.write(ev.GangFinished(job=job, outcome="succeeded", cause="completed", message=""))
     _, when, _ = await api("GET", f"/v1/jobs/{job}/when")
     assert when["at_ms"] == api.scheduler.state.jobs[job].ended_at_ms
+
+
+async def test_plan_writes_nothing_and_a_standby_answers_it_too(start: Start) -> None:
+    log = Log()
+    leader, standby = await start(log), await start(log, "s2", "standby")
+    await running(leader, "first")
+    frames = len(log.frames)
+    for api in (leader, standby):
+        status, found, headers = await api("POST", "/v1/jobs:plan", SPEC)
+        assert (status, headers["Gangline-Index"], found["outcome"]) == (200, str(frames), "waits")
+        assert (found["reason"]["code"], found["reason"]["need"]["gpus"], found["impossible"]) == ("not_enough_gpus", 2, None)
+    _, found, _ = await leader("POST", "/v1/jobs:plan", {**SPEC, "resources": {"gpus": 3}})
+    assert found["impossible"].startswith("needs room for 2 ranks")
+    assert found["message"] == f"would wait: {found['impossible']}"
+    await leader.scheduler.write(ev.NodeJoined(registration=registration("n2")))
+    _, found, _ = await standby("POST", "/v1/jobs:plan", SPEC)
+    assert (found["outcome"], found["message"]) == ("starts", "would start now: 2 ranks on 1 node")
+    assert found["placement"] == [{"node": "n2", "ranks": [0, 1], "gpus": [[0], [1]]}]
+    assert (await leader("POST", "/v1/jobs:plan", {**SPEC, "name": "first"}))[0] == 409
+    assert (await leader("POST", "/v1/jobs:plan", {"gang": 7}))[0] == 400
+    assert len(log.frames) == frames + 1
+
+
+async def test_plans_are_rationed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_plan, "_FREE_S", 0.0)
+    monkeypatch.setattr(api_plan, "PLAN_SHARE", 1e-6)
+    api = await start()
+    assert (await api("POST", "/v1/jobs:plan", SPEC))[0] == 200
+    status, problem, headers = await api("POST", "/v1/jobs:plan", SPEC)
+    assert (status, problem["code"]) == (429, "too_often")
+    assert int(headers["Retry-After"]) >= 1
 
 
 async def test_secrets_do_not_come_back(api: Api) -> None:

@@ -499,6 +499,26 @@ def test_hostile_names_stay_one_segment_of_the_path(server: FakeScheduler, run: 
     assert server.requests[0].query == {}
 
 
+def test_plan_says_what_would_become_of_a_job(server: FakeScheduler, run: Run, jobfile: str) -> None:
+    part = {"node": "n1", "ranks": [0, 1], "gpus": [[0], [1]]}
+    found = {"name": "a", "outcome": "starts", "message": "would start now: 2 ranks on 1 node", "placement": [part], "evicted": [],
+             "reason": None, "impossible": None}  # fmt: skip
+    server.routes["POST", "/v1/jobs:plan"] = Reply(found)
+    ran = run("plan", jobfile)
+    assert (ran.code, ran.out.splitlines()[0]) == (0, "a: would start now: 2 ranks on 1 node")
+    assert "n1    0-1    0-1" in ran.out
+    assert server.requests[0].body["gang"]["ranks"] == 2
+    assert json.loads(run("plan", jobfile, "--json").out) == found
+    reason = {"code": "fragmented", "message": "m", "need": {"gpus": 2}, "have": {"gpus": 1}, "holders": ["q"]}
+    waits = {**found, "outcome": "waits", "message": "would wait: m", "placement": [], "reason": reason, "impossible": "too large"}
+    server.routes["POST", "/v1/jobs:plan"] = Reply(waits)
+    ran = run("plan", jobfile)
+    assert (ran.code, ran.out.splitlines()[0]) == (4, "a: would wait: m [fragmented]")
+    victim = {"job": "j9", "name": "b", "user": "ada", "queue": "q", "gpus": 8, "by": "reclaim"}
+    server.routes["POST", "/v1/jobs:plan"] = Reply({**found, "outcome": "evicts", "placement": [], "evicted": [victim]})
+    assert "j9" in run("plan", jobfile).out
+
+
 def test_why_prints_the_record_the_holders_and_the_remedy(server: FakeScheduler, run: Run) -> None:
     holder = {"job": "j2", "name": "b", "user": "ada", "queue": "q", "gpus": 8, "state": "running", "since_ms": 1_000, "ends_at_ms": None}
     found = {

@@ -40,7 +40,7 @@ class Cluster:
         settle(self.state, NOW)
 
     def start(self, job: str) -> Estimate:
-        return start_of(self.state, self.state.jobs[job])
+        return start_of(self.state, self.state.jobs[job], NOW)
 
 
 def test_a_job_starts_when_limits_have_freed_enough() -> None:

@@ -52,7 +52,7 @@ class Cluster:
             self.add(ev.RanksStarted(job=job, generation=held.generation, node=node, ranks=tuple(part.ranks)))
 
     def why(self, job: str, at_ms: int | None = None) -> WhyRow:
-        return why_row(self.state, self.state.jobs[job], at_ms, [])
+        return why_row(self.state, self.state.jobs[job], self.now, at_ms, [])
 
 
 def test_a_waiting_job_shows_the_recorded_witness_and_who_holds_what_it_needs() -> None:
@@ -70,7 +70,7 @@ def test_a_waiting_job_shows_the_recorded_witness_and_who_holds_what_it_needs() 
     assert (row.witness.need["gpus"], row.witness.have["gpus"], row.witness.at_ms) == (6, 4, 1_000)
     assert (row.order.position, row.order.waiting, row.order.gpus_ahead) == (2, 2, 8)
     assert [(h.job, h.user, h.gpus) for h in row.holders.largest] == [("big", "ada", 10), ("small", "ada", 2)]
-    assert row.holders.largest[0].ends_at_ms == c.state.at_ms + 60_000
+    assert row.holders.largest[0].ends_at_ms == c.now + 60_000
     assert row.holders.largest[1].ends_at_ms is None
     assert [(q.queue, q.gpus) for q in row.holders.queues] == [("default", 12)]
     assert row.would_change[0] == "2 more GPUs"
@@ -145,5 +145,5 @@ def test_jobs_that_do_not_wait() -> None:
     c.add(ev.JobStopRequested(job="a", by="ada", reason="enough"))
     assert "stopped" in c.why("a").message
     c.add(ev.GangFinished(job="a", outcome="failed", cause="x", message="it broke"))
-    row = why_row(c.state, c.state.jobs["a"], None, [RecordRow(1, 2, "gang_finished", "ended")])
+    row = why_row(c.state, c.state.jobs["a"], c.now, None, [RecordRow(1, 2, "gang_finished", "ended")])
     assert (row.message, row.outcome, row.cause, row.records[0].index) == ("failed: it broke", "failed", "x", 1)
