@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from gangline.core.store.api import Ambiguous
+from gangline.core.store.api import Ambiguous, WentBack
 from gangline.core.store.election import Election, Leadership
 from gangline.core.store.fencing import Fenced
 from gangline.core.store.keys import Keys
@@ -33,10 +33,13 @@ class Racer:
 
     async def run(self) -> None:
         while True:
-            term = await Election(self.store, KEYS, self.name, self.name.encode(), 1.0).campaign()
+            try:
+                term = await Election(self.store, KEYS, self.name, self.name.encode(), 1.0).campaign()
+            except WentBack:  # nothing but stale answers for a whole timeout: the process would end here, and be started again
+                continue
             try:
                 await self._lead(term)
-            except (Fenced, Ambiguous):
+            except (Fenced, Ambiguous, WentBack):
                 pass
             finally:
                 if self.rng.random() < 0.8:
