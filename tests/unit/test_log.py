@@ -189,11 +189,10 @@ async def test_a_resend_after_the_successor_truncated_the_log_is_unsettled(clust
     old = await elect(store)
     cluster.faults.next_writes.append("applied")
     pending = asyncio.create_task(append(Log(store, KEYS, settle_s=20.0), 1, old))
-    await asyncio.sleep(0)
-    # Its second try does not get through before the successor has done all of this, however long that takes.
-    cluster.faults.partitioned.add(store.name)
     other = store_of(cluster, "b")
     await is_written(other, 1)
+    # Its second try does not get through before the successor has done all of this, however long that takes.
+    cluster.faults.partitioned.add(store.name)
     new = await elect(other)
     await append(Log(other, KEYS), 2, new, by="b")
     await Log(other, KEYS).truncate(2, new)
