@@ -1,4 +1,4 @@
-"""What would become of a job, over HTTP: nothing is written, so any scheduler answers.
+"""What would become of a job, over HTTP: nothing is written, so any scheduler answers; on a large cluster a standby asks the leader.
 
 The passes run between two awaits, so nothing else is done meanwhile: plans are rationed to a small share
 of the scheduler's time.
@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec
 from gangline.core.model.problems import BadJob
-from gangline.core.policy.plan import plan
+from gangline.core.policy.plan import cheap, plan
 from gangline.leader.api_context import Context
 from gangline.leader.api_http import Params, Refusal, bad_input, read_body
 from gangline.leader.api_jobs import new_job_id, user_of
@@ -40,6 +40,8 @@ class PlanRoutes:
         except BadJob as e:
             raise bad_input(e.problems) from None
         state = await self._context.read(Params(request, "min_index", "wait"))
+        if not cheap(state):
+            return await self._ask_leader(request, body)
         admit(state, Submit(new_job_id(), spec, user))  # raises what a submission would be refused with
         began = time.monotonic()
         if began < self._due:
@@ -48,3 +50,10 @@ class PlanRoutes:
         ended = time.monotonic()
         self._due = ended + (ended - began) / PLAN_SHARE if ended - began > _FREE_S else 0.0
         return self._context.answer(plan_row(state, spec, found), index=state.index)
+
+    async def _ask_leader(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """On a large cluster only the leader has at hand what the passes work on."""
+        service = self._context.service
+        if service.role == "leader":
+            raise Refusal(503, "unavailable", "this scheduler has only just begun to lead; ask again", retry_after_s=1)
+        return await self._context.forward(request, body, service.leader_url)

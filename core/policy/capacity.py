@@ -12,6 +12,8 @@ from gangline.core.model.spec import JobSpec
 from gangline.core.model.state import Job, Node, State
 from gangline.core.model.topologies import WELL_KNOWN, levels_by_name
 
+#: ranks on a node that they ask nothing of
+_NO_BOUND = 1 << 20
 #: labels from the coarsest level down
 Domain = tuple[str, ...]
 
@@ -33,7 +35,7 @@ def healthy(node: Node) -> set[int]:
 def ranks_in(spec: JobSpec, gpus: int, cpus_milli: int, memory_mib: int) -> int:
     """Return how many ranks of a gang have room in so much of one node; with ranks_per_node that many or none."""
     res, unit = spec.resources, spec.gang.ranks_per_node
-    bounds = [spec.gang.ranks]
+    bounds = [_NO_BOUND]
     bounds += [have // each for have, each in ((gpus, res.gpus), (cpus_milli, res.cpus_milli), (memory_mib, res.memory_mib)) if each]
     room = max(0, min(bounds))
     return (unit if room >= unit else 0) if unit else room

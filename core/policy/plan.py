@@ -20,6 +20,8 @@ from gangline.core.policy.report import Action, Decisions
 from gangline.core.policy.schedule import PASSES, in_ranks, plain_amounts, reasons_to_wait
 from gangline.core.policy.session import run_session
 
+#: nodes and gangs of which a world is built in a fraction of a second
+SMALL = 2_000
 #: stands for the job; no id that we make looks like this
 PLANNED = "(planned)"
 
@@ -41,6 +43,12 @@ class Plan:
     parts: tuple[PlacedPart, ...] = ()
     displaced: tuple[Displaced, ...] = ()
     reason: Refusal | None = None
+
+
+def cheap(state: State) -> bool:
+    """Whether a plan costs no more than a cycle: the world is kept here, or is soon built."""
+    kept = isinstance(state.scratch.mirror, Mirror) and not state.scratch.everything_moved
+    return kept or len(state.nodes) + len(state.queue) + len(state.running) <= SMALL
 
 
 def plan(state: State, spec: JobSpec, now_ms: int, user: str = "") -> Plan:

@@ -533,6 +533,18 @@ async def test_plan_writes_nothing_and_a_standby_answers_it_too(start: Start) ->
     assert len(log.frames) == frames + 1
 
 
+async def test_a_standby_of_a_large_cluster_asks_the_leader(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    leader, standby = await start(log), await start(log, "s2", "standby")
+    standby.scheduler.leader_url = leader.url
+    asked = []
+    monkeypatch.setattr(api_plan, "cheap", lambda state: asked.append(state) or state is leader.scheduler.state)
+    assert (await standby("POST", "/v1/jobs:plan", SPEC))[1]["outcome"] == "waits"
+    assert asked == [standby.scheduler.state, leader.scheduler.state]
+    monkeypatch.setattr(api_plan, "cheap", lambda _state: False)
+    assert (await leader("POST", "/v1/jobs:plan", SPEC))[0] == 503
+
+
 async def test_plans_are_rationed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_plan, "_FREE_S", 0.0)
     monkeypatch.setattr(api_plan, "PLAN_SHARE", 1e-6)
