@@ -18,7 +18,7 @@ from gangline.core.model.state import Job, Node, State
 from gangline.core.policy.capacity import Domain, domain_of, ends_ms, healthy, impossible, ranks_in, takes
 
 #: steps of the simulation after which it says that it cannot tell; a step looks at one gang or one node
-MAX_STEPS = 200_000
+MAX_STEPS = 100_000
 #: reasons for waiting that time alone does not end
 _NOT_BY_TIME = ("queue_held", "ranks_may_run", "unknown_topology", "policy_error", "no_such_model", "no_such_device")
 
@@ -231,14 +231,5 @@ def _room(node: Node) -> _Room:
 
 
 def _shape_key(spec: JobSpec) -> object:
-    res, gang = spec.resources, spec.gang
-    return (
-        res.gpus,
-        res.gpu_models,
-        res.cpus_milli,
-        res.memory_mib,
-        gang.ranks_per_node,
-        gang.ranks,
-        spec.topology.name,
-        spec.topology.required,
-    )
+    res = spec.resources
+    return (res.gpus, res.gpu_models, res.cpus_milli, res.memory_mib, spec.gang.ranks_per_node, spec.topology.name, spec.topology.required)
