@@ -10,6 +10,7 @@ As a subreaper it inherits every descendant that lost its parent, so "no childre
 
 from __future__ import annotations
 
+import fcntl  # here, and not where it is used: each fork would load it again
 import mmap
 import os
 import select
@@ -156,8 +157,6 @@ class _Supervisor:
 
     def _lock(self, path: str) -> None:
         """Hold an exclusive device for as long as this process lives: the last guard against two ranks on one."""
-        import fcntl
-
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
