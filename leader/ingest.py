@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 from gangline.core.model import events as ev
 from gangline.core.model.documents import Observed, ObservedGang, ObservedRank, Registration
-from gangline.core.model.fold import LOSS_WINDOW_MS
 from gangline.core.model.state import Job, Part, Rank, State
 
 #: at most one progress event of a gang in this time
 PROGRESS_EVERY_MS = 60_000
 
+#: nodes that were lost in this time count as gone at once
+LOSS_WINDOW_MS = 60_000
 #: so many nodes, and this share of those that were up a minute ago: more than that gone at once is rather our own fault
 BRAKE_NODES = 3
 BRAKE_SHARE = 0.5
@@ -52,7 +53,8 @@ def vanished(state: State, due: list[str], missing: list[str], now_ms: int) -> l
         return [ev.BrakeSet(on=False, message=f"cleared after {BRAKE_MS // 1000} s"), *lost]
     if not up:
         return []
-    recent = sum(t > now_ms - LOSS_WINDOW_MS for t in brake.losses_ms)
+    # Nodes, not losses: one that comes and goes is no reason to doubt oneself.
+    recent = sum(n.status == "lost" and n.lost_at_ms > now_ms - LOSS_WINDOW_MS for n in state.nodes.values())
     gone = recent + sum(n in state.nodes and state.nodes[n].status == "up" for n in missing)
     total = recent + sum(n.status == "up" for n in state.nodes.values())
     if gone >= BRAKE_NODES and gone > BRAKE_SHARE * total and now_ms >= brake.armed_from_ms:

@@ -22,8 +22,6 @@ from gangline.core.model.topologies import check as check_topologies
 #: a generation that ran so long is healthy: failures after it are not "in a row" with those before (RELIABILITY row 43)
 HEALTHY_MS = 600_000
 
-#: window of the mass-loss brake
-LOSS_WINDOW_MS = 60_000
 #: a brake that was cleared stays off for so long: what is missing then is lost
 BRAKE_REST_MS = 600_000
 
@@ -83,7 +81,6 @@ def _brake_set(state: State, e: ev.BrakeSet, index: int, epoch: int, at_ms: int)
     state.brake.message = e.message
     state.brake.since_ms = at_ms
     if not e.on:
-        state.brake.losses_ms = []
         state.brake.armed_from_ms = at_ms + BRAKE_REST_MS
         for job in state.running:
             state.scratch.jobs[job] = None
@@ -324,8 +321,6 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
     if node.status == "lost":
         raise IllegalTransition(e, f"{e.node} is lost already")
     node.status, node.lost_at_ms = "lost", at_ms
-    losses = [t for t in state.brake.losses_ms if t > at_ms - LOSS_WINDOW_MS]
-    state.brake.losses_ms = [*losses, at_ms]
     for job_id, holding in list(node.holdings.items()):
         job = state.jobs[job_id]
         over = e.proven or job.spec.on_disconnect == "stop"

@@ -218,8 +218,6 @@ class Brake(msgspec.Struct, omit_defaults=True, gc=False):
     on: bool = False
     message: str = ""
     since_ms: int = 0
-    #: log times of the node losses in the last minute
-    losses_ms: list[int] = []
     #: after it was cleared, it does not go on again before this time
     armed_from_ms: int = 0
 

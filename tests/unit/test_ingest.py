@@ -80,6 +80,13 @@ def test_failing_to_start_is_heard_after_the_barrier_too(state: State) -> None:
     fold(state, event)
 
 
+def test_one_node_that_comes_and_goes_is_no_reason_for_the_brake(state: State) -> None:
+    for _ in range(6):
+        (lost,) = ingest.vanished(state, ["n1"], ["n1"], 1_000)
+        assert isinstance(lost, ev.NodeLost)
+        fold(state, lost, ev.NodeJoined(registration=registration("n1")))
+
+
 def test_what_the_brake_held_back_goes_with_it(state: State) -> None:
     missing = ["n1", "n2", "n3"]
     (brake,) = ingest.vanished(state, missing, missing, 1_000)
