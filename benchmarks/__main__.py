@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -82,8 +81,6 @@ def decide(nodes: int, gpus: int, jobs: int, profile: str, as_json: bool) -> Non
 
     _show(run(nodes, gpus, jobs, profile), as_json)
 
-
-Run = Callable[..., dict[str, Any]]
 
 if __name__ == "__main__":
     main(prog_name="gangline bench")

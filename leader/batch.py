@@ -9,7 +9,7 @@ import secrets
 
 import msgspec
 
-from gangline.core.model.codec import Frame, decode_frame, digest, encode_event, encode_frame
+from gangline.core.model.codec import Frame, digest, encode_event, encode_frame
 from gangline.core.model.events import LogEvent
 from gangline.core.model.fold import apply, seal
 from gangline.core.model.state import State
@@ -73,8 +73,3 @@ class Batch:
         seal(self.state, index, frame.digest)
         self.frames.append(Sealed(frame, data))
         self._events, self._wires, self._bytes = [], [], 0
-
-
-def check(sealed: Sealed) -> None:
-    """Read a frame back as every follower will. Raises BadFrame. For tests: a writer and its readers must not drift apart."""
-    assert decode_frame(sealed.data, sealed.frame.index, sealed.frame.previous) == sealed.frame

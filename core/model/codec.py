@@ -12,7 +12,6 @@ raises BadFrame; nothing is ever skipped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgpack
@@ -148,5 +147,3 @@ def _unpack(data: bytes) -> Any:
 def _no_ext(code: int, _data: bytes) -> Any:
     raise ValueError(f"msgpack extension type {code} is not used in the log")
 
-
-Upcast = Callable[[dict[str, Any]], dict[str, Any]]

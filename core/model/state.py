@@ -231,7 +231,7 @@ class Scratch:
     def __init__(self) -> None:
         self.jobs: dict[str, None] = {}
         self.nodes: dict[str, None] = {}
-        #: heap of (due in log ms, job): when the job must be looked at again, at the latest; kept by policy.attention
+        #: heap of (due in log ms, job): when the job must be looked at again, at the latest; kept by policy.decide
         self.timers: list[tuple[int, str]] = []
         #: a gang joined the queue, or capacity came free, since the queue was last gone through in vain
         self.queue_dirty = True
