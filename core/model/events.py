@@ -55,7 +55,10 @@ class PlacedRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlacedPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What of a gang is on one node. The order of the parts is the order of node ranks, and ranks ascend through it."""
+    """What of a gang is on one node. Its ranks ascend, and the parts are in the order of their lowest ranks: that is the order of node ranks.
+
+    The ranks of one role ascend through the parts. Those of another role may begin again on the first node.
+    """
 
     node: str
     ranks: tuple[PlacedRank, ...]
@@ -131,6 +134,8 @@ class GangPlaced(LogEvent, frozen=True, kw_only=True, gc=False):
     generation: int
     parts: tuple[PlacedPart, ...]
     reason: str = ""
+    #: ranks of each leaf of the job's roles (core/model/roles.py) when fewer are there than it asks for; empty for a job of one role
+    role_sizes: tuple[int, ...] = ()
 
 
 @_event("gangs_deferred")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from gangline.core.model import events as ev
+from gangline.core.model import roles
 from gangline.core.model.codec import Frame
 from gangline.core.model.documents import RestartNotice, StopNotice
 from gangline.core.model.queues import Declaration, QueueTree
@@ -131,15 +133,16 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
     if job.state == "queued":
         _dequeue(state, job)
         state.running[job.id] = None
-    res = job.spec.resources
     job.parts = {}
     job.generation = e.generation
     job.world_size = sum(len(p.ranks) for p in e.parts)
+    job.role_sizes = e.role_sizes
+    leaf_of = roles.leaf_of_ranks(job.sizes())
     for placed in e.parts:
-        ranks = {r.rank: Rank(gpus=r.gpus, generation=e.generation) for r in placed.ranks}
+        ranks = {r.rank: Rank(gpus=r.gpus, generation=e.generation, leaf=leaf_of[r.rank]) for r in placed.ranks}
         job.parts[placed.node] = Part(ranks=ranks)
         gpus = tuple(sorted(g for r in placed.ranks for g in r.gpus))
-        _hold(state, state.nodes[placed.node], job.id, gpus, len(ranks) * res.cpus_milli, len(ranks) * res.memory_mib, index)
+        _hold(state, state.nodes[placed.node], job.id, gpus, *roles.of_ranks(job.spec, [r.leaf for r in ranks.values()]), index)
     for node_id in list(job.held_nodes):
         if node_id not in job.parts:
             _leave(state, job, node_id, index)
@@ -153,15 +156,14 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
 
 
 def _check_placement(state: State, job: Job, e: ev.GangPlaced) -> None:
-    res = job.spec.resources
-    gang = job.spec.gang
     ranks = [r.rank for p in e.parts for r in p.ranks]
-    if any(want != seen for want, seen in enumerate(ranks)):
-        raise IllegalTransition(e, "ranks are not 0 to n - 1 in the order of the parts")
-    if not gang.min_ranks <= len(ranks) <= gang.ranks:
-        raise IllegalTransition(e, f"{len(ranks)} ranks, but {job.id} runs with {gang.min_ranks} to {gang.ranks}")
-    if len({p.node for p in e.parts}) != len(e.parts):
-        raise IllegalTransition(e, "a node appears twice")
+    _check_numbers(e, ranks)
+    sizes = roles.placed(job.spec, e.role_sizes, len(ranks))
+    if wrong := roles.wrong_sizes(job.spec, sizes):
+        raise IllegalTransition(e, f"{job.id}: {wrong}")
+    if sum(sizes) != len(ranks):
+        raise IllegalTransition(e, f"{len(ranks)} ranks, but its roles have {sum(sizes)}")
+    leaf_of, leaves = roles.leaf_of_ranks(sizes), roles.leaves(job.spec)
     for part in e.parts:
         node = state.nodes.get(part.node)
         if node is None or node.status != "up":
@@ -171,12 +173,22 @@ def _check_placement(state: State, job: Job, e: ev.GangPlaced) -> None:
         available = {*node.free_gpus, *own.gpus} if own else node.free_gpus
         if len(set(gpus)) != len(gpus) or any(g not in available for g in gpus):
             raise IllegalTransition(e, f"devices {sorted(gpus)} of {part.node} are not all free: {sorted(available)} are")
-        if len(gpus) != res.gpus * len(part.ranks) or any(len(r.gpus) != res.gpus for r in part.ranks):
-            raise IllegalTransition(e, f"a rank of {job.id} gets other than {res.gpus} devices on {part.node}")
-        cpus = len(part.ranks) * res.cpus_milli - (own.cpus_milli if own else 0)
-        memory = len(part.ranks) * res.memory_mib - (own.memory_mib if own else 0)
-        if cpus > node.free_cpus_milli or memory > node.free_memory_mib:
+        for r in part.ranks:
+            if len(r.gpus) != leaves[leaf_of[r.rank]].resources.gpus:
+                raise IllegalTransition(e, f"rank {r.rank} of {job.id} gets other than {leaves[leaf_of[r.rank]].resources.gpus} devices")
+        cpus, memory = roles.of_ranks(job.spec, [leaf_of[r.rank] for r in part.ranks])
+        if cpus - (own.cpus_milli if own else 0) > node.free_cpus_milli or memory - (own.memory_mib if own else 0) > node.free_memory_mib:
             raise IllegalTransition(e, f"{part.node} has not the CPUs or memory for {len(part.ranks)} ranks")
+
+
+def _check_numbers(e: ev.GangPlaced, ranks: list[int]) -> None:
+    if sorted(ranks) != list(range(len(ranks))):
+        raise IllegalTransition(e, "ranks are not 0 to n - 1")
+    if any(not p.ranks for p in e.parts) or len({p.node for p in e.parts}) != len(e.parts):
+        raise IllegalTransition(e, "a node appears twice, or without ranks")
+    firsts = [p.ranks[0].rank for p in e.parts]
+    if firsts != sorted(firsts) or any(a.rank > b.rank for p in e.parts for a, b in pairwise(p.ranks)):
+        raise IllegalTransition(e, "ranks do not ascend within a part, or parts in the order of their lowest ranks")
 
 
 def _gangs_deferred(state: State, e: ev.GangsDeferred, index: int, epoch: int, at_ms: int) -> None:
@@ -633,13 +645,13 @@ def _gone(state: State, node: Node, job: Job, index: int, at_ms: int) -> None:
 def _shrink(state: State, job: Job, node_id: str, index: int) -> None:
     """The older generation is gone from the node: the gang holds there what its present part needs."""
     node = state.nodes[node_id]
-    ranks = job.parts[node_id].ranks
-    res = job.spec.resources
-    gpus = tuple(sorted(g for r in ranks.values() for g in r.gpus))
+    ranks = job.parts[node_id].ranks.values()
+    gpus = tuple(sorted(g for r in ranks for g in r.gpus))
+    cpus, memory = roles.of_ranks(job.spec, [r.leaf for r in ranks])
     held = node.holdings.get(job.id)
-    if held is not None and (held.gpus != gpus or held.cpus_milli != len(ranks) * res.cpus_milli):
+    if held is not None and (held.gpus, held.cpus_milli, held.memory_mib) != (gpus, cpus, memory):
         _give_back(state, node, job.id)
-        _hold(state, node, job.id, gpus, len(ranks) * res.cpus_milli, len(ranks) * res.memory_mib, index)
+        _hold(state, node, job.id, gpus, cpus, memory, index)
         _capacity(state)
 
 

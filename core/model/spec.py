@@ -34,7 +34,11 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class TopologyRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """How near each other the ranks are to be, as levels of a topology of the cluster (core/model/topologies.py). Empty: no such wish."""
+    """How near each other the ranks are to be, as levels of a topology of the cluster (core/model/topologies.py). Empty: no such wish.
+
+    At most one of `preferred`, `balanced` and `spread` is given. Of a role with replicas, `required` and `preferred` hold for each of them, and
+    what is balanced or spread are whole replicas instead of ranks.
+    """
 
     #: all ranks in one domain of this level, or the gang waits
     required: str = ""
@@ -42,9 +46,41 @@ class TopologyRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
     preferred: str = ""
     #: the topology that has these levels
     name: str = DEFAULT_TOPOLOGY
+    #: in as few domains of this level as possible, equal numbers in each
+    balanced: str = ""
+    #: in as many domains of this level as possible, equal numbers in each
+    spread: str = ""
+    #: how far these numbers may differ, or the gang waits; 0: they are as equal as the room allows, and nothing waits for that
+    max_skew: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.required or self.preferred)
+        return bool(self.required or self.preferred or self.balanced or self.spread)
+
+    def levels(self) -> tuple[str, ...]:
+        """Return the levels that it names."""
+        return tuple(level for level in (self.required, self.preferred, self.balanced, self.spread) if level)
+
+
+class Role(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """One kind of rank of a job, or a group of roles that are placed together. core/model/roles.py says what follows from them.
+
+    A role with `roles` is a group: its own `gang`, `resources`, `command` and `env` say nothing.
+    """
+
+    #: of no other role of the job
+    name: str
+    #: ranks of each replica
+    gang: Gang = Gang()
+    resources: Resources = Resources()
+    #: empty: that of the job
+    command: tuple[str, ...] = ()
+    #: what is added to the variables of the job, or takes their place
+    env: dict[str, str] = {}
+    topology: TopologyRequest = TopologyRequest()
+    #: how many times the role is there, each time whole; and how many of these are worth starting
+    replicas: int = 1
+    min_replicas: int = 1
+    roles: tuple[Role, ...] = ()
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -83,8 +119,12 @@ class Preemption(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One job: a gang of ranks that start together and end together."""
+    """One job: a gang of ranks that start together and end together.
 
+    With `roles`, these say what ranks there are: `gang` and `resources` of the job say nothing then.
+    """
+
+    #: what each rank runs; with roles, those that have none of their own
     command: tuple[str, ...]
     #: empty: the job goes by its id
     name: str = ""
@@ -95,6 +135,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     gang: Gang = Gang()
     resources: Resources = Resources()
     topology: TopologyRequest = TopologyRequest()
+    roles: tuple[Role, ...] = ()
     env: dict[str, str] = {}
     #: absolute; empty: a private directory of the rank
     workdir: str = ""

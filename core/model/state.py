@@ -24,6 +24,7 @@ import msgspec
 from gangline.core.model.documents import Registration, RestartNotice, StopNotice
 from gangline.core.model.events import Outcome
 from gangline.core.model.queues import QueueTree
+from gangline.core.model.roles import full, placed
 from gangline.core.model.spec import JobSpec
 
 #: version of this layout in snapshots
@@ -41,6 +42,8 @@ class Rank(msgspec.Struct, omit_defaults=True, gc=False):
     gpus: tuple[int, ...]
     #: generation in which it (last) starts; lower than the gang's after another rank restarted alone
     generation: int
+    #: index of its leaf (core/model/roles.py)
+    leaf: int = 0
     started: bool = False
     exited: bool = False
     #: exit status, or -N for signal N
@@ -55,6 +58,7 @@ class Rank(msgspec.Struct, omit_defaults=True, gc=False):
 class Part(msgspec.Struct, omit_defaults=True, gc=False):
     """What of a gang is on one node."""
 
+    #: by number, ascending
     ranks: dict[int, Rank]
     prepared: bool = False
     address: str = ""
@@ -101,6 +105,8 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     parts: dict[str, Part] = {}
     #: ranks of the current placement
     world_size: int = 0
+    #: ranks of each of its leaves there; empty: see roles.placed
+    role_sizes: tuple[int, ...] = ()
     #: nodes on which it holds anything, dying ranks of older generations included
     held_nodes: dict[str, None] = {}
     released: bool = False
@@ -159,6 +165,10 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
             if rank in part.ranks:
                 return part.ranks[rank]
         return None
+
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each leaf (core/model/roles.py): of the placement that it has, or had last; of all that it asks for before the first."""
+        return placed(self.spec, self.role_sizes, self.world_size) if self.world_size else full(self.spec)
 
     @property
     def lingering(self) -> list[str]:

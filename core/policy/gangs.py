@@ -95,12 +95,14 @@ class Constraint:
 class Podset:
     """A leaf of the tree. `active` is kept by World: how many of its ranks count."""
 
-    __slots__ = ("active", "constraint", "min_ranks", "name", "ranks")
+    __slots__ = ("active", "constraint", "min_ranks", "name", "ranks", "unit")
 
-    def __init__(self, name: str, min_ranks: int, constraint: Constraint | None = None) -> None:
+    def __init__(self, name: str, min_ranks: int, constraint: Constraint | None = None, unit: int = 1) -> None:
         self.name = name
         self.min_ranks = min_ranks
         self.constraint = constraint
+        #: ranks of the job that each of these stands for: they are placed together, and are so many in what is said to people
+        self.unit = unit
         #: in their order
         self.ranks: list[Rank] = []
         self.active = 0

@@ -14,23 +14,26 @@ taken back, and comes in again through the events that it becomes.
 The topologies of the world are those declared beside the queues; before any is declared, the well-known levels whose labels all of its nodes
 carry (core/model/topologies.py). What a job asks of them takes the place of what it would get unasked: one GPU model for all its ranks.
 
-With `ranks_per_node`, all ranks of a node are one *unit*: they are placed together, and the world counts them as one rank.
+The roles of a job (core/model/roles.py) are the podsets of its tree in the world, and their groups are its sets. With `ranks_per_node`, all
+ranks of a role on a node are one *unit*: they are placed together, and the world counts them as one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 from gangline.core.model.documents import Registration
 from gangline.core.model.events import PlacedPart, PlacedRank
 from gangline.core.model.queues import QueueSpec as DeclaredQueue
 from gangline.core.model.queues import QueueTree
+from gangline.core.model.roles import Group, Leaf, Sizes, leaves, of_ranks, recorded, tree
+from gangline.core.model.spec import TopologyRequest
 from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import Node as StateNode
 from gangline.core.model.state import State
 from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_name
-from gangline.core.policy.gangs import Constraint, Job, Podset, PodsetGroup, Rank, RankState
+from gangline.core.policy.gangs import Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.queues import QueueSpec
@@ -48,6 +51,21 @@ _CLOSED = 1 << 30
 #: topology whose domains are the GPU models, in clusters that have several; no declared one can have this name
 _MODELS = "gangline/gpu-models"
 _MODEL_LABEL = "gangline/gpu-model"
+
+
+class _Ranks(NamedTuple):
+    """Units of one podset, each with its state and place."""
+
+    podset: Podset
+    request: Request
+    places: list[tuple[RankState, Place | None]]
+
+
+class Placement(NamedTuple):
+    """A gang's nodes and ranks, and the sizes of its roles, as a `gang_placed` has them."""
+
+    parts: tuple[PlacedPart, ...]
+    role_sizes: Sizes
 
 
 class Mirror:
@@ -70,8 +88,8 @@ class Mirror:
         self.barred: dict[str, Refusal] = {}
         #: jobs whose request names the nodes that will do: to be looked at again when the nodes change
         self._choosy: dict[str, None] = {}
-        #: waiting gangs that take one of several GPU models, and those that they may have now
-        self._undecided: dict[str, tuple[str, ...]] = {}
+        #: waiting gangs with ranks that take one of several GPU models, and those that these may have now, by leaf
+        self._undecided: dict[str, dict[int, tuple[str, ...]]] = {}
         #: placed gangs that may be protected still, and for how long any gang is
         self._young: dict[str, Job] = {}
         self._protection_s = 0.0
@@ -95,7 +113,7 @@ class Mirror:
         else:
             # Which model a gang that takes several gets depends on what is free now.
             for job, models in self._undecided.items():
-                if job not in scratch.moved and self._models(state.jobs[job]) != models:
+                if job not in scratch.moved and any(self._models(leaf) != models[leaf.index] for leaf in self._wavering(state.jobs[job])):
                     scratch.moved[job] = None
             if scratch.moved or scratch.moved_nodes:
                 self._update(state, now_ms)
@@ -261,30 +279,46 @@ class Mirror:
         if away:
             message = f"its ranks may still run on {', '.join(away)}, which cannot be reached, and it says on_disconnect: keep"
             return Refusal("ranks_may_run", message)
-        models = job.spec.resources.gpu_models
-        if models and job.spec.resources.gpus and not any(_model(n) in models for n in self._nodes.values()):
-            self._choosy[job.id] = None
-            return Refusal("no_such_model", f"no node that is up has a GPU of model {' or '.join(models)}")
+        for leaf in leaves(job.spec):
+            models = leaf.resources.gpu_models if leaf.resources.gpus else ()
+            if models and not any(_model(n) in models for n in self._nodes.values()):
+                self._choosy[job.id] = None
+                return Refusal("no_such_model", f"no node that is up has a GPU of model {' or '.join(models)}")
         return None
 
     def _add_waiting(self, state: State, job: StateJob, now_ms: int) -> None:
-        gang, unit = job.spec.gang, unit_of(job)
-        request = self._request(state, job, now_ms)
-        self._introduce(state, job, job.id, request, count=gang.ranks // unit, least=-(-gang.min_ranks // unit))
+        ranks: list[_Ranks] = []
+
+        def podset(leaf: Leaf) -> Podset:
+            gang = leaf.gang
+            found = Podset(leaf.path, -(-gang.min_ranks // leaf.unit), unit=leaf.unit)
+            ranks.append(_Ranks(found, self._request(job, leaf, now_ms), [(RankState.PENDING, None)] * (gang.ranks // leaf.unit)))
+            return found
+
+        self._introduce(state, job, job.id, self._set(job, tree(job.spec), podset), ranks)
 
     def _add_placed(self, state: State, job: StateJob, now_ms: int) -> None:
-        unit = unit_of(job)
-        request = self._request(state, job, now_ms, anywhere=True)
-        going = job.state == "preempting"
-        rank_state = RankState.RELEASING if going else RankState.RUNNING
-        places: dict[int, tuple[RankState, Place | None]] = {}
+        rank_state = RankState.RELEASING if job.state == "preempting" else RankState.RUNNING
+        held: dict[int, list[tuple[RankState, Place | None]]] = {}
         for node_id, part in job.parts.items():
-            ranks = list(part.ranks.values())
-            for at in range(0, len(ranks), unit):
-                gpus = [g for r in ranks[at : at + unit] for g in r.gpus]
-                places[len(places)] = (rank_state, self._place(node_id, gpus))
-        # All of its ranks are needed now: one that loses some does not go on with the others, it is placed anew.
-        engine = self._introduce(state, job, job.id, request, count=len(places), least=len(places), places=places)
+            by_leaf: dict[int, list[tuple[int, ...]]] = {}
+            for rank in part.ranks.values():
+                by_leaf.setdefault(rank.leaf, []).append(rank.gpus)
+            for at, gpus_of in by_leaf.items():
+                unit = leaves(job.spec)[at].unit
+                for first in range(0, len(gpus_of), unit):
+                    gpus = [g for gpus in gpus_of[first : first + unit] for g in gpus]
+                    held.setdefault(at, []).append((rank_state, self._place(node_id, gpus)))
+        ranks: list[_Ranks] = []
+
+        def podset(leaf: Leaf) -> Podset:
+            # All of its ranks are needed now: one that loses some does not go on with the others, it is placed anew.
+            places = held.get(leaf.index, [])
+            found = Podset(leaf.path, len(places), unit=leaf.unit)
+            ranks.append(_Ranks(found, self._request(job, leaf, now_ms, anywhere=True), places))
+            return found
+
+        engine = self._introduce(state, job, job.id, self._set(job, tree(job.spec), podset, whole=True), ranks)
         engine.started_s_ago = (now_ms - job.running_since_ms) / 1000 if job.running_since_ms else 0.0
         if engine.started_s_ago <= self._protection_s:
             self._young[job.id] = engine
@@ -296,58 +330,66 @@ class Mirror:
                 continue
             holding = state.nodes[node_id].holdings[job.id]
             part = job.parts.get(node_id) if placed else None
-            used = {g for r in part.ranks.values() for g in r.gpus} if part is not None else set()
-            count = len(part.ranks) if part is not None else 0
-            res = job.spec.resources
+            ranks = part.ranks.values() if part is not None else ()
+            used = {g for r in ranks for g in r.gpus}
+            own_cpus, own_memory = of_ranks(job.spec, [r.leaf for r in ranks])
             gpus = [g for g in holding.gpus if g not in used and g in self._gpus[node_id]]
-            cpus = holding.cpus_milli - count * res.cpus_milli
-            memory = holding.memory_mib - count * res.memory_mib
+            cpus, memory = holding.cpus_milli - own_cpus, holding.memory_mib - own_memory
             if gpus or cpus > 0 or memory > 0:
                 request = Request(count=len(gpus), milli=GPU, cpu_milli=max(0, cpus), memory_bytes=max(0, memory) * _MIB)
                 # Nobody can tell when a gang that is kept on a lost node, or restarts, gives its place up.
                 kind = RankState.RELEASING if holding.leaving_since else RankState.STUCK
-                places: dict[int, tuple[RankState, Place | None]] = {0: (kind, self._place(node_id, gpus))}
-                self._introduce(state, job, f"{job.id}@{node_id}", self.world.intern(request), count=1, least=0, places=places)
+                podset = Podset("ranks", 0)
+                ranks_there = [_Ranks(podset, self.world.intern(request), [(kind, self._place(node_id, gpus))])]
+                self._introduce(state, job, f"{job.id}@{node_id}", PodsetGroup("", None, [podset]), ranks_there)
 
-    def _introduce(
-        self, state: State, job: StateJob, name: str, request: Request, *, count: int, least: int,
-        places: dict[int, tuple[RankState, Place | None]] | None = None,
-    ) -> Job:  # fmt: skip
-        podset = Podset("ranks", least)
-        root = PodsetGroup("", None, [podset])
+    def _introduce(self, state: State, job: StateJob, name: str, root: PodsetGroup, ranks: list[_Ranks]) -> Job:
         spec = job.spec
         engine = Job(
             name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=spec.priority, preemptible=spec.preemptible, order=job.number,
             root=root,
         )  # fmt: skip
-        if name == job.id:
-            engine.constraint = self._constraint(job)
-        for index in range(count):
-            rank = Rank(engine, index, f"{name}-{index:06d}", request, None)
-            rank.podset = podset
-            engine.ranks.append(rank)
-            podset.ranks.append(rank)
+        places: dict[int, tuple[RankState, Place | None]] = {}
+        for some in ranks:
+            for state_and_place in some.places:
+                index = len(engine.ranks)
+                rank = Rank(engine, index, f"{name}-{index:06d}", some.request, None)
+                rank.podset = some.podset
+                engine.ranks.append(rank)
+                some.podset.ranks.append(rank)
+                if state_and_place[0] is not RankState.PENDING:
+                    places[index] = state_and_place
         self.world.add_job(engine, places)
         self._names.setdefault(job.id, []).append(name)
         return engine
 
-    def _constraint(self, job: StateJob) -> Constraint | None:
-        """What the job asks for; else one GPU model for all of a gang where the cluster has several: its slowest device sets its pace."""
-        asked = job.spec.topology
-        if asked:
-            return Constraint(asked.name, asked.required, asked.preferred)
-        if len(self._by_model) > 1 and job.spec.resources.gpus and job.spec.gang.ranks > 1 and job.state == "queued":
-            return Constraint(_MODELS, "", _MODEL_LABEL)
-        return None
+    def _set(self, job: StateJob, group: Group, podset: Callable[[Leaf], Podset], whole: bool = False, asked: bool = False) -> PodsetGroup:
+        """Return the tree below a group. `whole`: all that is there is needed. `asked`: a set around it has a wish of its own."""
+        asked = asked or bool(group.topology)
+        members: list[Member] = []
+        for member in group.members:
+            if isinstance(member, Group):
+                members.append(self._set(job, member, podset, whole, asked))
+            else:
+                leaf = podset(member)
+                leaf.constraint = _constraint(member.topology) or (None if asked else self._one_model(job, member))
+                members.append(leaf)
+        needed = None if whole or group.needed == len(members) else group.needed
+        return PodsetGroup(group.path, needed, members, _constraint(group.topology))
 
-    def _request(self, state: State, job: StateJob, now_ms: int, anywhere: bool = False) -> Request:
-        res, unit = job.spec.resources, unit_of(job)
-        nodes = None if anywhere else self._allowed(job, now_ms)
+    def _one_model(self, job: StateJob, leaf: Leaf) -> Constraint | None:
+        """Ranks that ask for no topology are kept on one GPU model where the cluster has several: the slowest device sets the pace of all."""
+        several = len(self._by_model) > 1 and leaf.resources.gpus and leaf.gang.ranks > 1 and job.state == "queued"
+        return Constraint(_MODELS, "", _MODEL_LABEL) if several else None
+
+    def _request(self, job: StateJob, leaf: Leaf, now_ms: int, anywhere: bool = False) -> Request:
+        res, unit = leaf.resources, leaf.unit
+        nodes = None if anywhere else self._allowed(job, leaf, now_ms)
         if nodes is not None:
             self._choosy[job.id] = None
         apart = None
         if unit > 1 and not anywhere and self._could_share(unit, res.gpus):
-            apart = Affinity((("gangline/gang", job.id),), repel="hostname")
+            apart = Affinity((("gangline/gang", f"{job.id}/{leaf.index}"),), repel="hostname")
         request = Request(
             count=unit * res.gpus, milli=GPU, cpu_milli=unit * res.cpus_milli, memory_bytes=unit * res.memory_mib * _MIB,
             nodes=nodes, affinity=apart,
@@ -358,10 +400,10 @@ class Mirror:
         """Whether some node could take two units of a gang, which are to be on different nodes."""
         return not gpus or max(self._by_size, default=0) >= 2 * unit * gpus
 
-    def _allowed(self, job: StateJob, now_ms: int) -> tuple[str, ...] | None:
-        models = self._models(job)
-        if models and len(job.spec.resources.gpu_models) > 1:
-            self._undecided[job.id] = models
+    def _allowed(self, job: StateJob, leaf: Leaf, now_ms: int) -> tuple[str, ...] | None:
+        models = self._models(leaf)
+        if len(leaf.resources.gpu_models) > 1 and models:
+            self._undecided.setdefault(job.id, {})[leaf.index] = models
         avoid = {n for n, until in job.avoid.items() if until > now_ms}
         if not models and not avoid:
             return None
@@ -374,13 +416,17 @@ class Mirror:
             self._of_models[models] = tuple(sorted(n for n, node in self._nodes.items() if not models or _model(node) in models))
         return self._of_models[models]
 
-    def _models(self, job: StateJob) -> tuple[str, ...]:
-        """The first model of the job's list of which enough is free for the whole gang; all of them while there is none."""
-        res = job.spec.resources
+    def _wavering(self, job: StateJob) -> list[Leaf]:
+        """Return the leaves of a job that take one of several models."""
+        return [leaf for leaf in leaves(job.spec) if leaf.index in self._undecided[job.id]]
+
+    def _models(self, leaf: Leaf) -> tuple[str, ...]:
+        """The first model of the list of which enough is free for all of the ranks; all of them while there is none."""
+        res = leaf.resources
         models = res.gpu_models if res.gpus else ()
         if len(models) < 2:
             return models
-        need, free = job.spec.gang.ranks * res.gpus, self._free_by_model()
+        need, free = leaf.gang.ranks * res.gpus, self._free_by_model()
         return next(((model,) for model in models if free.get(model, 0) >= need), models)
 
     def _free_by_model(self) -> dict[str, int]:
@@ -401,22 +447,29 @@ class Mirror:
 
     # ---------------------------------------------------------------- what a session's places mean
 
-    def parts(self, job: StateJob, places: list[Place]) -> tuple[PlacedPart, ...]:
-        """Return the placement of a gang whose units got these places: ranks ascend through the domains of its topology, and the nodes there."""
-        per_rank = job.spec.resources.gpus
-        unit = unit_of(job)
-        by_node: dict[str, list[Place]] = {}
-        for place in places:
-            by_node.setdefault(place.node.name, []).append(place)
-        parts: list[PlacedPart] = []
+    def placement(self, job: StateJob, places: Iterable[tuple[Rank, Place]]) -> Placement:
+        """Return the placement of a gang whose units got these places.
+
+        The ranks of each role ascend through the domains of its topology, and through the nodes there (docs/topology.md).
+        """
+        by_path: dict[str, dict[str, list[Place]]] = {}
+        for rank, place in places:
+            by_path.setdefault(rank.podset.name, {}).setdefault(place.node.name, []).append(place)
+        parts: dict[str, list[PlacedRank]] = {}
+        sizes: list[int] = []
         number = 0
-        for node_id in sorted(by_node, key=lambda n: self._way_to(n, job.spec.topology.name)):
-            gpus = sorted(self._gpus[node_id][d] for place in by_node[node_id] for d in place.devices)
-            count = unit * len(by_node[node_id])
-            ranks = tuple(PlacedRank(number + i, tuple(gpus[i * per_rank : (i + 1) * per_rank])) for i in range(count))
-            parts.append(PlacedPart(node_id, ranks))
-            number += count
-        return tuple(parts)
+        for leaf, topology in _with_topologies(tree(job.spec), job.spec.topology.name):
+            by_node = by_path.get(leaf.path, {})
+            before, per_rank = number, leaf.resources.gpus
+            for node_id in sorted(by_node, key=lambda n: self._way_to(n, topology)):
+                gpus = sorted(self._gpus[node_id][d] for place in by_node[node_id] for d in place.devices)
+                count = leaf.unit * len(by_node[node_id])
+                ranks = (PlacedRank(number + i, tuple(gpus[i * per_rank : (i + 1) * per_rank])) for i in range(count))
+                parts.setdefault(node_id, []).extend(ranks)
+                number += count
+            sizes.append(number - before)
+        # The ranks of a node ascend, since the roles come in their order; and nodes come in the order of their first ranks.
+        return Placement(tuple(PlacedPart(node, tuple(ranks)) for node, ranks in parts.items()), recorded(job.spec, tuple(sizes)))
 
     def _way_to(self, node_id: str, topology: str) -> tuple[str, ...]:
         """The domains around a node from the coarsest down, and the node itself: what is near each other sorts near each other."""
@@ -425,9 +478,18 @@ class Mirror:
         return (*(labels.get(level, "") for level in levels), node_id)
 
 
-def unit_of(job: StateJob) -> int:
-    """Ranks that are placed together."""
-    return job.spec.gang.ranks_per_node or 1
+def _with_topologies(group: Group, name: str) -> Iterator[tuple[Leaf, str]]:
+    """Return the leaves in order, each with the name of the topology along which its ranks are numbered: its own or that around it."""
+    name = group.topology.name if group.topology else name
+    for member in group.members:
+        if isinstance(member, Group):
+            yield from _with_topologies(member, name)
+        else:
+            yield member, member.topology.name if member.topology else name
+
+
+def _constraint(asked: TopologyRequest) -> Constraint | None:
+    return Constraint(asked.name, asked.required, asked.preferred) if asked else None
 
 
 def _model(node: StateNode) -> str:

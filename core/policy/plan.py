@@ -11,13 +11,15 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.events import PlacedPart
+from gangline.core.model.roles import placed, wrong_sizes
 from gangline.core.model.spec import JobSpec
 from gangline.core.model.state import Job, Scratch, State
-from gangline.core.policy.mirror import Mirror, unit_of
+from gangline.core.policy.gangs import Rank
+from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.report import Action, Decisions
-from gangline.core.policy.schedule import PASSES, in_ranks, plain_amounts, reasons_to_wait
+from gangline.core.policy.schedule import PASSES, plain_amounts, reasons_to_wait
 from gangline.core.policy.session import run_session
 
 #: nodes and gangs of which a world is built in a fraction of a second
@@ -86,24 +88,24 @@ def _with_job(mirror: Mirror, supposed: State, job: Job, now_ms: int) -> Plan:
 
 def _decide(mirror: Mirror, job: Job) -> Plan:
     decisions = run_session(mirror.world, PASSES, mirror.placer)
-    places = [p.place for p in decisions.placements if p.rank.job.name == PLANNED]
+    places = [(p.rank, p.place) for p in decisions.placements if p.rank.job.name == PLANNED]
     displaced = _displaced(decisions)
     if places:
-        return Plan("starts", mirror.parts(job, places), displaced)
+        return Plan("starts", mirror.placement(job, places).parts, displaced)
     if displaced:
-        reserved = [r.place for r in decisions.reservations if r.rank.job.name == PLANNED]
+        reserved = [(r.rank, r.place) for r in decisions.reservations if r.rank.job.name == PLANNED]
         return Plan("evicts", _parts_later(mirror, job, reserved), displaced)
     why = next((why for names, why in reasons_to_wait(mirror, decisions) if PLANNED in names), None)
     if why is None:
         return Plan("waits")
-    own = in_ranks(job, why)
-    return Plan("waits", reason=Refusal(own.code, own.message, plain_amounts(own.need), plain_amounts(own.have), own.holders))
+    return Plan("waits", reason=Refusal(why.code, why.message, plain_amounts(why.need), plain_amounts(why.have), why.holders))
 
 
-def _parts_later(mirror: Mirror, job: Job, places: list[Place]) -> tuple[PlacedPart, ...]:
+def _parts_later(mirror: Mirror, job: Job, places: list[tuple[Rank, Place]]) -> tuple[PlacedPart, ...]:
     """Return where the job would be once the others have left; nothing when its smallest size is not all there."""
-    least = -(-job.spec.gang.min_ranks // unit_of(job))
-    return mirror.parts(job, places) if len(places) >= least else ()
+    parts, role_sizes = mirror.placement(job, places)
+    sizes = placed(job.spec, role_sizes, sum(len(p.ranks) for p in parts))
+    return () if wrong_sizes(job.spec, sizes) else parts
 
 
 def _displaced(decisions: Decisions) -> tuple[Displaced, ...]:

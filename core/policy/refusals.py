@@ -36,8 +36,9 @@ def gang_incomplete(job: Job) -> Refusal:
     short = next((p for p in job.podsets if not alive(p)), job.podsets[0])
     have = sum(1 for r in short.ranks if r.state in LIVE)
     where = f" of subgroup {short.name}" if job.single is None else ""
-    message = f"needs {short.min_ranks} ranks{where}, of which only {have} can still run"
-    return Refusal("gang_incomplete", message, {"ranks": short.min_ranks}, {"ranks": have})
+    need, have = short.min_ranks * short.unit, have * short.unit
+    message = f"needs {need} ranks{where}, of which only {have} can still run"
+    return Refusal("gang_incomplete", message, {"ranks": need}, {"ranks": have})
 
 
 def over_bound(kind: str, queue: str, r: int, need: int, have: int) -> Refusal:
@@ -64,6 +65,17 @@ def no_domain(need: int, level: str, domains: int, best: int) -> Refusal:
     """No single domain of the level holds so many ranks."""
     message = f"needs room for {need} ranks in one domain of {level}; the best of {domains} has room for {best}"
     return Refusal("no_domain_fits", message, {"ranks": need}, {"ranks": best, "domains": domains})
+
+
+def no_domain_for_roles(need: Vector, level: str, best: Vector, domains: int) -> Refusal:
+    """No single domain of the level holds ranks of several kinds; `best` is what is free in the one that comes nearest."""
+    where = f"in one domain of {level}; the best of {domains} has"
+    short = next((r for r in range(3) if need[r] > best[r]), None)
+    if short is None:
+        message = f"needs room for ranks of several kinds {where} enough in all, but not on its single nodes"
+    else:
+        message = f"needs {amount(short, need[short])} {where} {amount(short, best[short])}"
+    return Refusal("no_domain_fits", message, named(need), {**_of_these(need, best), "domains": domains})
 
 
 def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node]) -> Refusal:

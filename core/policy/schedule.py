@@ -13,11 +13,11 @@ from __future__ import annotations
 from types import TracebackType
 
 from gangline.core.model import events as ev
-from gangline.core.model.state import Job, State
+from gangline.core.model.state import State
 from gangline.core.policy import gangs
-from gangline.core.policy.mirror import Mirror, unit_of
+from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.nodes import Place
-from gangline.core.policy.refusals import Refusal, no_domain
+from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.report import Action, Decisions
 from gangline.core.policy.session import run_session
 
@@ -80,14 +80,15 @@ def _events(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) -> 
 
 
 def _placed(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[tuple[gangs.Rank, Place]]] = {}
     for p in decisions.placements:
-        places.setdefault(p.rank.job.name, []).append(p.place)
+        places.setdefault(p.rank.job.name, []).append((p.rank, p.place))
     out: list[ev.LogEvent] = []
     for job_id, found in places.items():
         job = state.jobs[job_id]
         why = "first in order that fits" if job.restart is None else f"placed again after {job.restart.cause}"
-        out.append(ev.GangPlaced(job=job_id, generation=job.generation + 1, parts=mirror.parts(job, found), reason=why))
+        parts, role_sizes = mirror.placement(job, found)
+        out.append(ev.GangPlaced(job=job_id, generation=job.generation + 1, parts=parts, reason=why, role_sizes=role_sizes))
     return out
 
 
@@ -125,8 +126,7 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
                 continue  # a pass before the one that helped may have refused it, too
             told[name] = None
             if job is not None and job.state == "queued" and (job.deferral is None or job.deferral.code != why.code):
-                own = in_ranks(job, why)
-                groups.setdefault((own.code, own.message), (own, []))[1].append(name)
+                groups.setdefault((why.code, why.message), (why, []))[1].append(name)
     out: list[ev.LogEvent] = []
     # In an order that does not depend on how the mirror came about: a leader that took over must write what the one before would have.
     for why, jobs in sorted(groups.values(), key=lambda g: min(state.jobs[j].number for j in g[1])):
@@ -137,14 +137,6 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
                 ev.GangsDeferred(jobs=some, code=why.code, message=why.message, need=plain_amounts(why.need), have=plain_amounts(why.have))
             )
     return out
-
-
-def in_ranks(job: Job, why: Refusal) -> Refusal:
-    """What the passes say of units, in ranks of the job."""
-    unit, level = unit_of(job), job.spec.topology.required
-    if unit == 1 or why.code != "no_domain_fits" or not level:
-        return why
-    return no_domain(why.need["ranks"] * unit, level, why.have["domains"], why.have["ranks"] * unit)
 
 
 def reasons_to_wait(mirror: Mirror, decisions: Decisions) -> list[tuple[list[str], Refusal]]:

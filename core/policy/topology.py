@@ -69,7 +69,7 @@ def search(world: World, constraint: Constraint, ranks: list[Rank], running: lis
     preferred = levels.index(constraint.preferred) if constraint.preferred else -1
     nodes = [n for index in scope for n in index.nodes if n.name in paths]
     if not nodes:
-        return Search(iter(()), refusals.no_labels(len(ranks), constraint.topology, levels) if world.nodes else None)
+        return Search(iter(()), refusals.no_labels(_number(ranks), constraint.topology, levels) if world.nodes else None)
     anchors = {paths[p.node.name][: required + 1] for r in running if (p := r.reservation or r.place) and p.node.name in paths}
     first = max(required, preferred)
     refusal = None
@@ -82,8 +82,7 @@ def search(world: World, constraint: Constraint, ranks: list[Rank], running: lis
                 domains.setdefault(path[: level + 1], []).append(node)
         fitting = [(_ratio(ranks, some, world), d, some) for d, some in domains.items() if _holds(ranks, some, world)]
         if not fitting and level == required and required >= 0:
-            best = max((_count(ranks[0].request, some) for some in domains.values()), default=0)
-            refusal = refusals.no_domain(len(ranks), levels[required], len(domains), best)
+            refusal = _no_domain(world, ranks, levels[required], list(domains.values()))
         tries += [(level, d, some) for _, d, some in sorted(fitting, key=lambda f: (-f[0], ".".join(f[1])))]
     return Search(_tiers(world, tries, paths, preferred, ranks, scope), refusal)
 
@@ -105,6 +104,20 @@ def _tiers(
             inside = {n.index for n in nodes}
             parts = [[n for n in index.nodes if n.index in inside] for index in scope]
             yield [NodeIndex(world, part) for part in parts if part]
+
+
+def _no_domain(world: World, ranks: list[Rank], level: str, domains: list[list[Node]]) -> Refusal:
+    if all(r.request is ranks[0].request for r in ranks):
+        best = max((_count(ranks[0].request, some) for some in domains), default=0)
+        return refusals.no_domain(_number(ranks), level, len(domains), best * ranks[0].podset.unit)
+    need = charge_of(ranks, world.largest_device_mib)
+    free = max((_free(some) for some in domains), key=lambda f: min(f[r] / need[r] for r in range(3) if need[r]), default=(0, 0, 0))
+    return refusals.no_domain_for_roles(need, level, free, len(domains))
+
+
+def _number(ranks: list[Rank]) -> int:
+    """Return how many ranks of the job they stand for."""
+    return sum(r.podset.unit for r in ranks)
 
 
 def _by_name(nodes: list[Node]) -> list[Node]:

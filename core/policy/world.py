@@ -437,4 +437,4 @@ def _tree_key(member: object) -> object:
     key = constraint.key() if constraint is not None else None
     if isinstance(member, PodsetGroup):
         return (key, member.min_members, tuple((m.name, _tree_key(m)) for m in member.members))
-    return (key,)
+    return (key, getattr(member, "unit", 1))
