@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from gangline.core.model.gpufacts import COMPUTE_SLICES
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, Member, Podset, RankState
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.report import Decisions
@@ -38,16 +39,34 @@ def _capacity(world: World) -> list[str]:
                 has = _has(node, what)
                 if amount > has:
                     out.append(f"node {node.name} has {has} of {what}, {amount} are given ({when})")
+                if what.startswith("device ") and f"compute slices of {what[7:]}" in amounts:
+                    out.append(f"{what} of node {node.name} is partitioned, and given in another way as well ({when})")
     return out
 
 
 def _count(into: dict[Node, dict[str, int]], request: Request, place: Place) -> None:
     amounts = into.setdefault(place.node, {})
     taken = {"cpu": request.cpu_milli, "memory": request.memory_bytes, "pods": 1}
-    taken |= {f"device {d}": place.node.share_of(request) for d in place.devices}
-    taken |= {f"MIG {profile}": count for profile, count in request.mig}
+    if place.node.spec.mig_layout is None:
+        taken |= {f"MIG {profile}": count for profile, count in request.mig}
     for what, amount in taken.items():
         amounts[what] = amounts.get(what, 0) + amount
+    for device in () if place.mig else place.devices:
+        amounts[f"device {device}"] = amounts.get(f"device {device}", 0) + place.node.share_of(request)
+    for device, start, profile in place.mig:
+        _count_instance(amounts, place.node, device, start, profile)
+
+
+def _count_instance(amounts: dict[str, int], node: Node, device: int, start: int, profile: str) -> None:
+    """An instance takes memory slices and a number of compute slices of its device."""
+    layout = node.spec.mig_layout
+    wanted = layout.profile(profile) if layout is not None else None
+    if wanted is None or start not in wanted.starts:
+        amounts[f"instance {profile} at {start}"] = 1
+        return
+    amounts[f"compute slices of {device}"] = amounts.get(f"compute slices of {device}", 0) + wanted.compute
+    for at in range(start, start + wanted.size):
+        amounts[f"slice {device}/{at}"] = amounts.get(f"slice {device}/{at}", 0) + 1
 
 
 def _has(node: Node, what: str) -> int:
@@ -55,6 +74,10 @@ def _has(node: Node, what: str) -> int:
         return node.full if int(what[7:]) < node.gpus else 0
     if what.startswith("MIG "):
         return (node.spec.mig or {}).get(what[4:], 0)
+    if what.startswith(("slice ", "compute slices ")):
+        return 1 if what.startswith("slice ") else COMPUTE_SLICES
+    if what.startswith("instance "):
+        return 0
     return {"cpu": node.spec.cpu_milli, "memory": node.spec.memory_bytes, "pods": node.spec.max_pods}[what]
 
 

@@ -1,7 +1,8 @@
 """Which devices of a node a rank gets.
 
-Whole devices: those that are free now, lowest first; for a reservation those that are leaving come first, so that idle ones stay idle. A rank
-that is put back on its own node gets its own devices again if it can.
+Whole devices: those that are free now, near each other where the node says how they are linked (linkaffinity.py), else lowest first; for a
+reservation those that are leaving come first, so that idle ones stay idle. A rank that is put back on its own node gets its own devices again if
+it can.
 
 Shares: `pack` takes the fullest device that has room, an untouched one last; `spread` takes an untouched one first, then the emptiest. A
 device that is only reserved for shares cannot be started on yet: whoever joins it waits as well.
@@ -9,18 +10,9 @@ device that is only reserved for shares cannot be started on yet: whoever joins 
 
 from __future__ import annotations
 
+from gangline.core.policy.linkaffinity import nearest_devices
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.requests import Request
-
-
-def lowest(mask: int, count: int) -> tuple[int, ...]:
-    """Return the `count` lowest bits that are set."""
-    out = []
-    for _ in range(count):
-        bit = mask & -mask
-        out.append(bit.bit_length() - 1)
-        mask ^= bit
-    return tuple(out)
 
 
 def whole(node: Node, count: int, now: bool, own: Place | None = None) -> tuple[int, ...] | None:
@@ -28,7 +20,7 @@ def whole(node: Node, count: int, now: bool, own: Place | None = None) -> tuple[
     if own is not None and own.node is node and all(node.later_mask >> d & 1 for d in own.devices):
         return own.devices
     if now:
-        return lowest(node.now_mask, count) if node.now_mask.bit_count() >= count else None
+        return nearest_devices(node.now_mask, count, node.spec.links) if node.now_mask.bit_count() >= count else None
     mask = node.later_mask
     if mask.bit_count() < count:
         return None
@@ -39,8 +31,8 @@ def whole(node: Node, count: int, now: bool, own: Place | None = None) -> tuple[
             mask &= ~(1 << d)
     leaving = mask & ~node.now_mask
     taken = min(count - len(first), leaving.bit_count())
-    rest = lowest(mask & node.now_mask, count - len(first) - taken)
-    return tuple(sorted((*first, *lowest(leaving, taken), *rest)))
+    rest = nearest_devices(mask & node.now_mask, count - len(first) - taken, node.spec.links)
+    return tuple(sorted((*first, *nearest_devices(leaving, taken, node.spec.links), *rest)))
 
 
 def takes_share(node: Node, device: int, amount: int, now: bool) -> bool:
@@ -65,6 +57,8 @@ def shares(node: Node, request: Request, now: bool, strategy: str) -> tuple[tupl
     amount = node.share_of(request)
     if amount > node.full:
         return None
+    if request.stacked:
+        return _stacked(node, request, amount, now, strategy)
     fitting = [d for d in _candidates(node) if takes_share(node, d, amount, now=False)]
     if len(fitting) < request.count:
         return None
@@ -75,6 +69,21 @@ def shares(node: Node, request: Request, now: bool, strategy: str) -> tuple[tupl
     fitting.sort(key=lambda d: _share_key(node, d, strategy))
     chosen = fitting[: request.count]
     return tuple(sorted(chosen)), not all(takes_share(node, d, amount, now=True) for d in chosen)
+
+
+def _stacked(node: Node, request: Request, amount: int, now: bool, strategy: str) -> tuple[tuple[int, ...], bool] | None:
+    """Place the shares one after another, each on the first device in the order that still has room beside those before it."""
+    chosen: list[int] = []
+    waits = False
+    for device in sorted(_candidates(node), key=lambda d: _share_key(node, d, strategy)):
+        ready = takes_share(node, device, amount, now=True)
+        if now and not ready:
+            continue
+        room = min(node.dev_later[device], node.dev_idle[device]) if ready else node.dev_later[device]
+        fits = min(room // amount, request.count - len(chosen)) if amount else request.count - len(chosen)
+        chosen += [device] * max(0, fits)
+        waits = waits or (fits > 0 and not ready)
+    return (tuple(sorted(chosen)), waits) if len(chosen) == request.count else None
 
 
 def _candidates(node: Node) -> list[int]:

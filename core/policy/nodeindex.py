@@ -35,6 +35,7 @@ class NodeIndex:
         #: by idle CPU; [0] nodes without devices, [1] nodes with
         self._cpu: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self._sharers: dict[int, None] = {}
+        self._partitioned: dict[int, None] = {}
         self._members = {n.index: n for n in nodes}
         for node in nodes:
             bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count())
@@ -44,6 +45,8 @@ class NodeIndex:
             self._cpu[1 if node.gpus else 0].append((node.cpu_later, node.index))
             if node.sharing:
                 self._sharers[node.index] = None
+            if node.slots_later:
+                self._partitioned[node.index] = None
         for some in self._cpu:
             some.sort()
 
@@ -85,6 +88,10 @@ class NodeIndex:
             self._sharers[at] = None
         else:
             self._sharers.pop(at, None)
+        if node.slots_later:
+            self._partitioned[at] = None
+        elif self._partitioned:
+            self._partitioned.pop(at, None)
 
     def room_for(self, devices: int) -> int:
         """Return how many ranks with so many whole devices the nodes have devices for, when what is leaving has left."""
@@ -117,3 +124,8 @@ class NodeIndex:
         """Return the nodes on which some device carries a share, by name."""
         self.sync()
         return [self._members[at] for at in sorted(self._sharers)]
+
+    def partitioned(self) -> list[Node]:
+        """Return the nodes on which some device has MIG instances, and goes on having some, by name."""
+        self.sync()
+        return [self._members[at] for at in sorted(self._partitioned)]

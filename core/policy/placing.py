@@ -107,7 +107,7 @@ class Placer:
     def _stays(self, rank: Rank, place: Place) -> bool:
         """Whether an evicted rank can stay where it is, if need be by giving other devices of the node to those who have reserved its own."""
         own = rank.place
-        if own is None or place.node is not own.node or place.zones != own.zones:
+        if own is None or place.node is not own.node or place.zones != own.zones or place.mig != own.mig:
             return False
         if place.devices == own.devices:
             return True

@@ -8,7 +8,7 @@ depends on the node's devices, so limits and quotas are looked at once more here
 
 from __future__ import annotations
 
-from gangline.core.policy import devices, numa
+from gangline.core.policy import devices, migplan, numa
 from gangline.core.policy.gangs import Rank
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.requests import GPU, Request, within
@@ -34,6 +34,9 @@ def fit(world: World, rank: Rank, node: Node, now: bool, own: Place | None = Non
     zones = _zones(node, request, now, own)
     if zones is None:
         return None
+    if request.mig and node.spec.mig_layout is not None:
+        slots = migplan.instances(node, request, now, own)
+        return None if slots is None else Place(node, tuple(dict.fromkeys(s[0] for s in slots)), 0, zones, slots)
     if not request.count:
         return Place(node, (), 0, zones)
     if request.whole:
@@ -53,6 +56,8 @@ def _zones(node: Node, request: Request, now: bool, own: Place | None) -> numa.Z
 
 def must_wait(place: Place, request: Request) -> bool:
     """Whether some of the chosen devices has to be waited for."""
+    if place.mig:
+        return not migplan.fits_now(place)
     amount = place.node.share_of(request)
     return bool(place.devices) and not all(devices.takes_share(place.node, d, amount, now=True) for d in place.devices)
 
@@ -67,7 +72,7 @@ def room(node: Node, request: Request, now: bool) -> bool:
     memory = request.memory_bytes
     if memory and (node.memory_later < memory or (now and node.memory_idle < memory)):
         return False
-    for profile, instances in request.mig:
+    for profile, instances in request.mig if node.spec.mig_layout is None else ():
         if node.mig_later.get(profile, 0) < instances or (now and node.mig_idle.get(profile, 0) < instances):
             return False
     return True
@@ -78,6 +83,9 @@ def right_kind(node: Node, request: Request) -> bool:
     if request.legacy_mig:
         return False
     if request.mig:
+        layout = node.spec.mig_layout
+        if layout is not None:
+            return all(layout.profile(profile) is not None for profile, _ in request.mig)
         return node.mig_only and node.legacy_mig <= 0
     if node.mig_only:
         return False

@@ -33,13 +33,13 @@ from gangline.core.policy.world import World
 def reclaim(world: World, placer: Placer, notes: Notes) -> None:
     """Evict work of queues that have more than their share for waiting jobs of queues that have less."""
 
-    def offer(job: Job, _chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
+    def offer(job: Job, chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
         queue = job.queue
         if not within(add(queue.allocated, need), queue.fair_share):
             return None
         if not job.preemptible and not within(add(queue.nonpreemptible, need), queue.quota):
             return None
-        jobs = _candidates(world, queue, need)
+        jobs = _candidates(world, queue, need, any(r.request.mig for r in chunk))
         if not jobs:
             return None
         protected = {j: None for j in jobs if _within_min_runtime(queue, j)}
@@ -49,11 +49,12 @@ def reclaim(world: World, placer: Placer, notes: Notes) -> None:
     evicting.run(world, placer, notes, "reclaim", offer)
 
 
-def _candidates(world: World, reclaimer: Queue, need: Vector) -> list[Job]:
+def _candidates(world: World, reclaimer: Queue, need: Vector, mig: bool) -> list[Job]:
     """Return the preemptible jobs of other queues that can be of any help.
 
     Those below a sibling, at any level of the path, that has nothing to give by rule 2 can only be moved. That helps no one when nothing is
-    idle, nor, if nobody else can lose anything, when less is idle in all than is asked for.
+    idle, nor, if nobody else can lose anything, when less is idle in all than is asked for. (What is asked for and what is idle compare only
+    where devices are counted: MIG instances are charged for more than the part of a device that they take.)
     """
     gives: list[Queue] = []
     moves: list[Queue] = []
@@ -63,7 +64,7 @@ def _candidates(world: World, reclaimer: Queue, need: Vector) -> list[Job]:
                 (gives if _may_take(mine, other, other.allocated, mine.allocated, need) else moves).append(other)
     free = world.free_later()
     short = any(need[r] > free[r] for r in range(3)) if not gives else bool(need[0]) and free[0] == 0
-    queues = gives if short and not world.has_mig else [*gives, *moves]
+    queues = gives if short and not (mig or world.has_mig) else [*gives, *moves]
     return [j for q in queues for j in q.working_below() if j.preemptible]
 
 

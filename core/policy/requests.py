@@ -8,7 +8,7 @@ A rank asks for devices in one of four ways, or for none:
 whole   `count` devices for itself
 share   `milli` thousandths of each of `count` devices, on which others may have shares too
 memory  `memory_mib` of the memory of each of `count` devices: a share whose size depends on the device that it gets
-MIG     instances by profile, which only exist on nodes that are partitioned
+MIG     instances by profile, on nodes that are partitioned already, or that partition their GPUs as they are asked (migplan.py)
 
 Requests are interned by the world (`World.intern`): equal requests are one object, and its `number` stands for all that matters when a rank is
 placed. So what failed for one rank is known to fail for every other one with the same number.
@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gangline.core.model.gpushares import GPU as GPU
+from gangline.core.model.gpushares import mig_gpus as mig_gpus
+from gangline.core.model.gpushares import share_of_memory as share_of_memory
+
 Vector = tuple[int, int, int]
 
-#: thousandths in one device
-GPU = 1000
 #: larger than every real amount: no quota, no limit
 UNLIMITED = 1 << 62
 #: names of the entries of a vector, in order
@@ -44,24 +46,6 @@ def within(a: Vector, limit: Vector) -> bool:
     return a[0] <= limit[0] and a[1] <= limit[1] and a[2] <= limit[2]
 
 
-def mig_gpus(profile: str) -> int:
-    """Return how many GPUs of quota one instance of a profile counts for: its leading number, 3 for `3g.20gb`.
-
-    Raises ValueError if the profile does not begin with a number.
-    """
-    digits = profile.split("g", 1)[0]
-    if not digits.isdigit():
-        raise ValueError(f"MIG profile {profile!r} does not begin with a number of slices, as 1g.5gb does")
-    return int(digits)
-
-
-def share_of_memory(memory_mib: int, device_memory_mib: int) -> int:
-    """Return the thousandths of a device that a memory request takes: rounded up to hundredths of the device."""
-    if device_memory_mib <= 0:
-        return UNLIMITED
-    return -(-memory_mib * 100 // device_memory_mib) * (GPU // 100)
-
-
 @dataclass(frozen=True)
 class Affinity:
     """Which other ranks a rank wants near, or not near: `attract` and `repel` name node labels ("hostname" is the node itself)."""
@@ -80,6 +64,8 @@ class Request:
     #: thousandths of each device: GPU for whole ones, 0 when `memory_mib` decides
     milli: int = GPU
     memory_mib: int = 0
+    #: its shares may be on one device: they are those of several ranks that are placed together
+    stacked: bool = False
     #: (profile, instances), sorted by profile
     mig: tuple[tuple[str, int], ...] = ()
     cpu_milli: int = 0

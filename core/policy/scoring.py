@@ -6,13 +6,16 @@ least unallocated, what is leaving counted as unallocated) or the emptiest (`spr
 these: they are the *tiers* that the caller tries in turn (topology.py).
 
 So a rank that wants a share rather waits for a device that is shared already than takes an untouched one elsewhere.
+
+MIG instances on nodes that partition their devices as they are asked: where it fits now comes first, then where the fewest untouched devices are
+partitioned for it, then where its instances cost the least of what could be put beside them (migplan.py), then the fullest node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gangline.core.policy import devices
+from gangline.core.policy import devices, migplan
 from gangline.core.policy.gangs import Rank
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Node, Place
@@ -35,7 +38,31 @@ def best_place(world: World, rank: Rank, index: NodeIndex, own: Place | None = N
                 if place is not None:
                     return place, not now or must_wait(place, request)
         return shared
+    if request.mig and world.partitions and not world.has_mig:
+        return _best_instances(world, rank, index, own)
     return _by_score(world, rank, index.nodes, own)
+
+
+def _best_instances(world: World, rank: Rank, index: NodeIndex, own: Place | None) -> tuple[Place, bool] | None:
+    best: tuple[tuple[int, int, int, int, int], Place] | None = None
+    for node in index.partitioned():
+        place = fit(world, rank, node, now=True, own=own)
+        waits = place is None
+        place = place or fit(world, rank, node, now=False, own=own)
+        if place is not None:
+            key = (int(waits), *migplan.cost(place), node.later_milli, node.index)
+            if best is None or key < best[0]:
+                best = (key, place)
+    if best is not None and best[0][:2] == (0, 0):
+        return best[1], False
+    for now in (True, False):
+        if not now and best is not None:
+            break
+        for node in index.fullest(1, now):
+            place = fit(world, rank, node, now=now, own=own)
+            if place is not None:
+                return place, not now
+    return (best[1], best[0][0] == 1) if best is not None else None
 
 
 def _by_index(world: World, rank: Rank, index: NodeIndex, own: Place | None) -> tuple[Place, bool] | None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gangline.core.policy import refusals
+from gangline.core.model.gpufacts import COMPUTE_SLICES
+from gangline.core.policy import migplan, refusals
 from gangline.core.policy.gangs import Constraint, Rank, charge_of
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Node
@@ -128,7 +129,7 @@ def _holds(ranks: list[Rank], nodes: list[Node], world: World) -> bool:
     first = ranks[0].request
     if all(r.request is first for r in ranks):
         return _count(first, nodes, len(ranks)) >= len(ranks)
-    need, free = charge_of(ranks, world.largest_device_mib), _free(nodes)
+    need, free = charge_of(ranks, world.largest_device_mib), _free(nodes, any(r.request.mig for r in ranks))
     return all(not need[r] or need[r] <= free[r] for r in range(3))
 
 
@@ -159,15 +160,18 @@ def _on_node(request: Request, node: Node) -> int:
         counts.append(node.cpu_later // request.cpu_milli)
     if request.memory_bytes:
         counts.append(node.memory_later // request.memory_bytes)
-    counts += [node.mig_later.get(p, 0) // count for p, count in request.mig if count]
+    counts += [migplan.count(node, p) // count for p, count in request.mig if count]
     return max(0, min(counts))
 
 
-def _free(nodes: list[Node]) -> Vector:
+def _free(nodes: list[Node], mig: bool = False) -> Vector:
+    """Return what is free in all; for MIG, where an instance counts by its compute slices, as many of these as devices could have."""
     gpus = sum(max(0, n.later_milli) + sum(GPU * mig_gpus(p) * max(0, c) for p, c in n.mig_later.items()) for n in nodes)
+    if mig:
+        gpus += COMPUTE_SLICES * GPU * sum(n.later_mask.bit_count() + len(n.slots_later) for n in nodes if n.spec.mig_layout is not None)
     return (gpus, sum(max(0, n.cpu_later) for n in nodes), sum(max(0, n.memory_later) for n in nodes))
 
 
 def _ratio(ranks: list[Rank], nodes: list[Node], world: World) -> float:
-    need, free = charge_of(ranks, world.largest_device_mib), _free(nodes)
+    need, free = charge_of(ranks, world.largest_device_mib), _free(nodes, any(r.request.mig for r in ranks))
     return max((need[r] / free[r] for r in range(3) if need[r] and free[r]), default=0.0)

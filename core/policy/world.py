@@ -73,6 +73,8 @@ class World:
         self.affine: dict[Rank, None] = {}
         #: some node takes MIG ranks
         self.has_mig = False
+        #: some node partitions its devices as it is asked
+        self.partitions = False
         #: rises when the set of nodes changes, and when anything on a node does
         self.node_version = 0
         self.room_version = 0
@@ -126,6 +128,7 @@ class World:
         self.node_version += 1
         self.touched.clear()
         self.has_mig = any(n.mig_only for n in self.nodes)
+        self.partitions = any(n.spec.mig_layout is not None for n in self.nodes)
         gpus = sum(n.gpus * GPU + sum(mig_gpus(p) * count * GPU for p, count in (n.spec.mig or {}).items()) for n in self.nodes)
         self.total = (gpus, sum(n.spec.cpu_milli for n in self.nodes), sum(n.spec.memory_bytes for n in self.nodes))
         memories = [n.spec.gpu_memory_mib for n in self.nodes if n.gpus and n.spec.gpu_memory_mib]
@@ -258,7 +261,7 @@ class World:
         old = rank.reservation
         assert old is not None, f"shift {rank.name}: it has no reservation"
         self._journal.append(("shift", rank, rank.state, old, rank.charged))
-        rank.reservation = Place(old.node, devices, old.milli, old.zones)
+        rank.reservation = Place(old.node, devices, old.milli, old.zones, old.mig)
         self._take(rank, old, 0, 1)
         self._take(rank, rank.reservation, 0, -1)
 
