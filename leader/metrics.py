@@ -76,6 +76,7 @@ class Metrics:
             ("gangline.queue.allocated.gpus", "GPUs that running gangs hold, by queue.", _allocated_gpus),
         ):
             t.gauge(name, description, self._of_state(read))
+        t.sums("gangline.queue.lost", "GPU time that evicted gangs had not saved, by the queue that they made room for.", self._lost_work, "s")
         t.gauge("gangline.queue.oldest.wait", "Time that the longest waiting gang of a queue has waited.", self._oldest_wait, "s")
 
     # ---------------------------------------------------------------- fed by the loop
@@ -171,6 +172,10 @@ class Metrics:
 
     def _read_requests(self) -> Samples:
         return [(n, {"route": route, "method": method, "code": str(status)}) for (route, method, status), n in self._requests.items()]
+
+    def _lost_work(self) -> Samples:
+        state = self._state()
+        return [] if state is None else [(gpu_ms / 1000, {"queue": queue}) for queue, gpu_ms in state.lost_gpu_ms.items()]
 
     def _oldest_wait(self) -> Samples:
         state = self._state()

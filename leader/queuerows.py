@@ -71,6 +71,8 @@ class QueueRow(msgspec.Struct, frozen=True):
     user_fairness: bool
     allocated: HeldRow
     pending: PendingRow
+    #: GPU time that evicted gangs had not saved, lost for the sake of jobs of this queue
+    lost_gpu_s: float
 
 
 def queue_rows(state: State) -> list[QueueRow]:
@@ -88,7 +90,13 @@ def queue_rows(state: State) -> list[QueueRow]:
                 waits = pending.setdefault(path, PendingRow())
                 waits.jobs += 1
                 waits.gpus += job.spec.gang.ranks * job.spec.resources.gpus
-    return [_row(tree, spec, held.get(path, HeldRow()), pending.get(path, PendingRow())) for path, spec in specs.items()]
+    lost: dict[str, int] = {}
+    for queue, gpu_ms in state.lost_gpu_ms.items():
+        for path in [spec.path for spec in tree.lineage(queue)] if queue in tree.specs else [queue]:
+            lost[path] = lost.get(path, 0) + gpu_ms
+    return [
+        _row(tree, spec, held.get(path, HeldRow()), pending.get(path, PendingRow()), lost.get(path, 0) / 1000) for path, spec in specs.items()
+    ]
 
 
 def _live_jobs(state: State) -> Iterator[Job]:
@@ -117,7 +125,7 @@ def _hold(row: HeldRow, state: State, job: Job) -> None:
                 row.models[model] = row.models.get(model, 0) + 1
 
 
-def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow) -> QueueRow:
+def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow, lost_gpu_s: float) -> QueueRow:
     lineage = list(tree.lineage(spec.path)) if spec.path in tree.specs else [spec]
     return QueueRow(
         id=spec.path,
@@ -136,6 +144,7 @@ def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow) -
         user_fairness=spec.user_fairness,
         allocated=held,
         pending=pending,
+        lost_gpu_s=lost_gpu_s,
     )
 
 

@@ -87,6 +87,9 @@ class WholeJob(JobRow, frozen=True):
     checkpoint: CheckpointRow | None
     deferred: DeferredRow | None
     master: str | None
+    #: GPU time that it lost in restarts and evictions, since its last checkpoint each time; and that gangs lost that were evicted for it
+    lost_gpu_s: float
+    cost_gpu_s: float
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -140,6 +143,8 @@ def whole_job(job: Job) -> WholeJob:
         checkpoint=CheckpointRow(job.checkpoint_step, job.checkpoint_path) if job.checkpoint_step >= 0 else None,
         deferred=DeferredRow(deferral.code, deferral.message, deferral.need, deferral.have) if deferral is not None else None,
         master=master(job),
+        lost_gpu_s=job.lost_gpu_ms / 1000,
+        cost_gpu_s=job.cost_gpu_ms / 1000,
     )
 
 

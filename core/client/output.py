@@ -235,3 +235,10 @@ def _tinted(part: str, *, bold: bool) -> str:
         return click.style(part, bold=True)
     tint = STATE_COLOURS.get(part.strip())
     return click.style(part, fg=tint) if tint else part
+
+
+def gpu_time(gpu_s: float | None) -> str:
+    """Return GPU time as people say it: 45 GPU-s, 2.5 GPU-h."""
+    if gpu_s is None:
+        return "-"
+    return f"{gpu_s:.0f} GPU-s" if gpu_s < 3600 else f"{gpu_s / 3600:.1f} GPU-h"

@@ -197,6 +197,8 @@ class GangPreempting(LogEvent, frozen=True, kw_only=True, gc=False):
     message: str
     deadline_ms: int
     grace_s: float
+    #: the waiting job that gets the room: it is kept for it (State.earmarks)
+    beneficiary: str = ""
 
 
 @_event("gang_requeued")
@@ -216,6 +218,8 @@ class GangRequeued(LogEvent, frozen=True, kw_only=True, gc=False):
     not_before_ms: int = 0
     #: the previous restart was this failure in disguise (its ranks died because the node did): it is taken off the job's budget
     forgive: bool = False
+    #: the waiting job that gets the room, where the gang had no ranks to ask and left at once
+    beneficiary: str = ""
 
 
 @_event("gang_finished")

@@ -18,11 +18,14 @@ from gangline.core.model import roles
 from gangline.core.model.codec import Frame
 from gangline.core.model.documents import RestartNotice, StopNotice
 from gangline.core.model.queues import Declaration, QueueTree
-from gangline.core.model.state import FINISHED_KEPT, Deferral, Holding, Job, Node, Part, Rank, State
+from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, State
 from gangline.core.model.topologies import check as check_topologies
 
 #: a generation that ran so long is healthy: failures after it are not "in a row" with those before (RELIABILITY row 43)
 HEALTHY_MS = 600_000
+
+#: room that is made for a job is kept for it so long after its victims must have gone
+EARMARK_MARGIN_MS = 60_000
 
 #: a brake that was cleared stays off for so long: what is missing then is lost
 BRAKE_REST_MS = 600_000
@@ -149,6 +152,8 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
     job.released, job.master_addr, job.master_port = False, "", 0
     job.placed_at_ms = at_ms
     job.deferral, job.notice = None, None
+    job.beneficiary, job.saved_at_ms = "", 0
+    state.earmarks.pop(job.id, None)
     if job.restart is not None:
         new_nodes = tuple(n for n in job.parts if n not in job.previous_nodes)
         job.restart = msgspec.structs.replace(job.restart, new_nodes=new_nodes, new_world_size=job.world_size)
@@ -222,11 +227,12 @@ def _gang_restarting(state: State, e: ev.GangRestarting, index: int, epoch: int,
     if not job.active or job.state == "restarting":
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     _account_failure(job, e.failure_class, at_ms)
+    _lose_work(state, job, "", at_ms)
     _end_generation(job, at_ms)
     _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, (), at_ms)
     job.not_before_ms = e.not_before_ms
     job.released = False
-    job.notice = None
+    job.notice, job.beneficiary = None, ""
     _enter(state, job, "restarting", index, at_ms)
 
 
@@ -257,6 +263,9 @@ def _gang_preempting(state: State, e: ev.GangPreempting, index: int, epoch: int,
     if job.state not in ("placed", "preparing", "running"):
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     job.notice = StopNotice(cause=e.cause, message=e.message, deadline_ms=e.deadline_ms, grace_s=e.grace_s)
+    job.beneficiary = e.beneficiary
+    # The ranks may take as long again to die after their deadline as they had before it.
+    _earmark(state, job, e.beneficiary, e.deadline_ms + int(e.grace_s * 1000), index, at_ms)
     _enter(state, job, "preempting", index, at_ms)
 
 
@@ -269,12 +278,16 @@ def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_
         job.failures_in_row = max(0, job.failures_in_row - 1)
         job.restarts -= 1
     _account_failure(job, e.failure_class, at_ms)
+    _lose_work(state, job, e.beneficiary or job.beneficiary, at_ms)
+    if e.beneficiary:
+        _earmark(state, job, e.beneficiary, at_ms + int(job.spec.preemption.grace_s * 1000), index, at_ms)
     _end_generation(job, at_ms)
     _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, e.lost_nodes, at_ms)
     job.not_before_ms = e.not_before_ms
     job.prepare_failures += e.cause == "prepare_failed"
     job.avoid = {n: until for n, until in job.avoid.items() if until > at_ms} | dict(e.avoid)
     job.notice = None
+    job.beneficiary, job.saved_at_ms = "", 0
     _leave_all(state, job, index)
     _enter(state, job, "queued", index, at_ms)
     state.running.pop(job.id, None)
@@ -292,6 +305,8 @@ def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_
     job.outcome, job.cause, job.message, job.exit_code = e.outcome, e.cause, e.message, e.exit_code
     job.ended_at_ms = at_ms
     job.notice, job.deferral = None, None
+    job.beneficiary, job.saved_at_ms = "", 0
+    state.earmarks.pop(job.id, None)
     if job.spec.name and state.names.get(job.spec.name) == job.id:
         del state.names[job.spec.name]
     _enter(state, job, "finished", index, at_ms)
@@ -438,6 +453,8 @@ def _stop_acknowledged(state: State, e: ev.StopAcknowledged, index: int, epoch: 
     if job.state != "preempting" or part.acknowledged:
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     part.acknowledged = True
+    if all(p.acknowledged for p in job.parts.values()):
+        job.saved_at_ms = at_ms
     _touch(state, job, index)
 
 
@@ -591,6 +608,37 @@ def _end_generation(job: Job, at_ms: int) -> None:
     if job.running_since_ms:
         job.ran_ms += at_ms - job.running_since_ms
         job.running_since_ms = 0
+
+
+def _earmark(state: State, victim: Job, beneficiary: str, gone_ms: int, index: int, at_ms: int) -> None:
+    """Keep what a victim gives up for the job that it makes room for, until a while after it must have gone."""
+    job = state.jobs.get(beneficiary)
+    if job is None or job.state == "finished" or job.stop:
+        return
+    for other, old in list(state.earmarks.items()):
+        if old.until_ms <= at_ms:
+            del state.earmarks[other]
+    mark = state.earmarks.get(beneficiary, Earmark(0))
+    victims = (*(v for v in mark.victims if v != victim.id), victim.id)
+    state.earmarks[beneficiary] = Earmark(max(mark.until_ms, gone_ms + EARMARK_MARGIN_MS), victims, index)
+
+
+def unsaved_gpu_ms(job: Job, at_ms: int) -> int:
+    """Return the GPU time that a gang would lose if it stopped at `at_ms`: since its last checkpoint, or since it runs, or acknowledged."""
+    if not job.running_since_ms:
+        return 0
+    since = max(job.running_since_ms, job.checkpoint_at_ms, job.saved_at_ms)
+    return max(0, at_ms - since) * sum(len(r.gpus) for p in job.parts.values() for r in p.ranks.values())
+
+
+def _lose_work(state: State, job: Job, beneficiary: str, at_ms: int) -> None:
+    """A generation ends before the job does: what it has not saved is lost, and accounted to whoever it made room for."""
+    lost = unsaved_gpu_ms(job, at_ms)
+    job.lost_gpu_ms += lost
+    cause = state.jobs.get(beneficiary)
+    if cause is not None and lost:
+        cause.cost_gpu_ms += lost
+        state.lost_gpu_ms[cause.spec.queue] = state.lost_gpu_ms.get(cause.spec.queue, 0) + lost
 
 
 def _remember_restart(

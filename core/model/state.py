@@ -154,6 +154,13 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     checkpoint_step: int = -1
     checkpoint_path: str = ""
     checkpoint_at_ms: int = 0
+    #: every node has said, in this generation, that all is saved that was worth saving
+    saved_at_ms: int = 0
+    #: the job that it was asked to make room for
+    beneficiary: str = ""
+    #: GPU time of its own since the last checkpoint, lost whenever a generation ended before the job did; and lost by others for its sake
+    lost_gpu_ms: int = 0
+    cost_gpu_ms: int = 0
 
     def nodes(self) -> list[str]:
         """Nodes of the current placement in order of node rank."""
@@ -222,6 +229,17 @@ class Node(msgspec.Struct, omit_defaults=True, gc=False):
         return self.status == "up" and not self.cordoned and not self.draining
 
 
+class Earmark(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Room is being made for a waiting job, which is served before all others until it has its place, or until this ends."""
+
+    #: log time
+    until_ms: int
+    #: gangs that make the room
+    victims: tuple[str, ...] = ()
+    #: of the last entry that made it
+    index: int = 0
+
+
 class Brake(msgspec.Struct, omit_defaults=True, gc=False):
     """The mass-loss brake (DESIGN section 3)."""
 
@@ -288,6 +306,10 @@ class State(msgspec.Struct):
     names: dict[str, str] = {}
     #: finished jobs, oldest first
     finished: dict[str, None] = {}
+    #: by the job that room is made for, in the order in which that began
+    earmarks: dict[str, Earmark] = {}
+    #: by queue of the job for whose sake it was lost: GPU time of evicted gangs since their last checkpoints
+    lost_gpu_ms: dict[str, int] = {}
     #: rises when something that could help a waiting gang has changed
     capacity_version: int = 0
 

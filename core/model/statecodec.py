@@ -10,7 +10,7 @@ import msgspec
 from gangline.core.model.codec import digest
 from gangline.core.model.fold import queue_key
 from gangline.core.model.queues import Declaration, QueueTree
-from gangline.core.model.state import STATE_VERSION, Brake, Job, Node, State
+from gangline.core.model.state import STATE_VERSION, Brake, Earmark, Job, Node, State
 
 
 class BadSnapshot(Exception):
@@ -37,6 +37,8 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     running: list[str]
     capacity_version: int
     queues: Declaration = Declaration()
+    earmarks: dict[str, Earmark] = {}
+    lost_gpu_ms: dict[str, int] = {}
 
 
 def dump_state(state: State) -> bytes:
@@ -45,6 +47,7 @@ def dump_state(state: State) -> bytes:
         version=STATE_VERSION, index=state.index, at_ms=state.at_ms, epoch=state.epoch, digest=state.digest, leader=state.leader,
         jobs=state.jobs, nodes=state.nodes, brake=state.brake, queues=state.queues.declaration, submitted=state.submitted, keys=state.keys,
         names=state.names, finished=list(state.finished), running=list(state.running), capacity_version=state.capacity_version,
+        earmarks=state.earmarks, lost_gpu_ms=state.lost_gpu_ms,
     )  # fmt: skip
     data: bytes = msgpack.packb(msgspec.to_builtins(stored, builtin_types=(bytes,), str_keys=True), use_bin_type=True)
     return data
@@ -65,7 +68,7 @@ def load_state(data: bytes) -> State:
         index=stored.index, at_ms=stored.at_ms, epoch=stored.epoch, digest=stored.digest, leader=stored.leader, jobs=stored.jobs,
         nodes=stored.nodes, brake=stored.brake, queues=queues, submitted=stored.submitted, keys=stored.keys,
         names=stored.names, finished=dict.fromkeys(stored.finished), running=dict.fromkeys(stored.running),
-        capacity_version=stored.capacity_version,
+        capacity_version=stored.capacity_version, earmarks=stored.earmarks, lost_gpu_ms=stored.lost_gpu_ms,
     )  # fmt: skip
     state.queue = sorted(queue_key(j) for j in state.jobs.values() if j.state == "queued")
     return state

@@ -3,9 +3,9 @@
     state ─▶ mirror ─▶ allocate, reclaim, preempt ─▶ gang_placed, gang_preempting, gangs_deferred
 
 A gang that has to make room is asked to leave (`gang_preempting`), with its own grace; it is queued again when it has left, and then competes
-for a place in the order of the queues. The gang that it makes room for keeps its reservation from session to session, since everything that
-is leaving may be reserved, in order. Gangs are placed whole by construction, so there are no stale ones to evict. Consolidation is left out: it
-would restart gangs that nobody else is entitled to disturb, and that is worth it only where the loss of their work is known.
+for a place in the order of the queues. What it leaves is earmarked for the gang that it makes room for (earmarks.py). Gangs are placed whole by
+construction, so there are no stale ones to evict. Consolidation is left out: it would restart gangs that nobody else is entitled to disturb, and
+that is worth it only where the loss of their work is known.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import TracebackType
 from gangline.core.model import events as ev
 from gangline.core.model.state import State
 from gangline.core.policy import gangs
+from gangline.core.policy.earmarks import earmarked
 from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.refusals import Refusal
@@ -46,6 +47,7 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
     for _ in range(_POISON_TRIES):
         try:
             mirror.sync(state, now_ms)
+            mirror.world.first = earmarked(state, now_ms)
             waiting = mirror.world.waiting_groups()
             decisions = run_session(mirror.world, PASSES, mirror.placer) if waiting else Decisions()
             events = _events(state, mirror, decisions, now_ms)
@@ -87,6 +89,8 @@ def _placed(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEv
     for job_id, found in places.items():
         job = state.jobs[job_id]
         why = "first in order that fits" if job.restart is None else f"placed again after {job.restart.cause}"
+        if job_id in mirror.world.first:
+            why = "on the room that was made for it"
         parts, role_sizes = mirror.placement(job, found)
         out.append(ev.GangPlaced(job=job_id, generation=job.generation + 1, parts=parts, reason=why, role_sizes=role_sizes))
     return out
@@ -100,13 +104,20 @@ def _evicted(state: State, decisions: Decisions, now_ms: int) -> list[ev.LogEven
         job = state.jobs[job_id]
         cause, message = _CAUSES[action], f"makes room for {_called(state, beneficiary)}"
         if job.state == "restarting":
-            out.append(ev.GangRequeued(job=job_id, generation=job.generation, cause=cause, failure_class="infrastructure", message=message))
+            out.append(
+                ev.GangRequeued(
+                    job=job_id, generation=job.generation, cause=cause, failure_class="infrastructure", message=message, beneficiary=beneficiary
+                )
+            )
         else:
             grace_s = job.spec.preemption.grace_s
             deadline_ms = int(now_ms + grace_s * 1000)
             out.append(
-                ev.GangPreempting(job=job_id, generation=job.generation, cause=cause, message=message, deadline_ms=deadline_ms, grace_s=grace_s)
-            )
+                ev.GangPreempting(
+                    job=job_id, generation=job.generation, cause=cause, message=message, deadline_ms=deadline_ms, grace_s=grace_s,
+                    beneficiary=beneficiary,
+                )
+            )  # fmt: skip
     return out
 
 

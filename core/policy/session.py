@@ -1,6 +1,6 @@
 """One session: the passes in order on a what-if world, and what they decided.
 
-    world ─▶ fair shares ─▶ allocate ─▶ consolidate ─▶ reclaim ─▶ preempt ─▶ evict stale gangs ─▶ Decisions
+    world ─▶ fair shares ─▶ earmarks ─▶ allocate ─▶ consolidate ─▶ reclaim ─▶ preempt ─▶ evict stale gangs ─▶ Decisions
 
 Each pass sees what those before it have decided. Evictions that would be in vain are not made (preview.py). The world keeps the decisions
 until the caller settles it (`World.settle`) or takes them back (`World.rollback(0)`). Time is in the jobs, as seconds before the session;
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from gangline.core.policy import fairshare, refusals
 from gangline.core.policy.allocate import allocate
 from gangline.core.policy.consolidate import consolidate
+from gangline.core.policy.earmarks import serve
 from gangline.core.policy.gangs import Job, RankState
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.preempt import preempt
@@ -51,6 +52,7 @@ def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Place
 
 
 def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) -> None:
+    serve(world, placer)
     for action in actions:
         if action == "allocate":
             allocate(world, placer, notes)

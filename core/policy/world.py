@@ -82,6 +82,8 @@ class World:
         self._requests: dict[Request, Request] = {}
         self._shapes: dict[object, int] = {}
         self._journal: list[tuple[str, Rank, RankState, Place | None, Vector]] = []
+        #: names of jobs that are served before all others (earmarks.py)
+        self.first: tuple[str, ...] = ()
         #: the jobs that wait, in groups
         self.waiting = Waiting()
 

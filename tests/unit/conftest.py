@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,9 @@ from gangline.core.model.fold import IllegalTransition, apply, seal
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import Gang, JobSpec, Resources
 from gangline.core.model.state import Job, State
+
+# Modules that several tests share lie beside this file: it is no package.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class Scribe:
@@ -145,7 +150,10 @@ def _proposals_for(state: State, job: Job, rng: random.Random) -> Iterator[ev.Lo
     elif choice == 2 and exited:
         yield ev.RankRestarting(ranks=exited, **failure)
     elif choice == 3:
-        yield ev.GangPreempting(job=j, generation=g, cause="preempted", message="m", deadline_ms=state.at_ms + 30_000, grace_s=30.0)
+        waits = rng.choice([job for _, _, job in state.queue] or [""])
+        yield ev.GangPreempting(
+            job=j, generation=g, cause="preempted", message="m", deadline_ms=state.at_ms + 30_000, grace_s=30.0, beneficiary=waits
+        )
     elif choice == 4:
         yield ev.GangRequeued(avoid=(("n1", state.at_ms + 60_000),), forgive=rng.random() < 0.5, **failure)
     elif choice == 5:

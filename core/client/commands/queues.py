@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from gangline.core.client.options import client_of, output_options
-from gangline.core.client.output import Column, Output, cell
+from gangline.core.client.output import Column, Output, cell, gpu_time
 from gangline.core.model.units import format_duration, format_size
 
 Row = Mapping[str, Any]
@@ -79,6 +79,7 @@ QUEUES_WIDE: tuple[Column, ...] = (
     _time("reclaim_min_runtime"),
     _time("preempt_min_runtime"),
     _time("usage_half_life"),
+    ("LOST FOR IT", lambda row: gpu_time(row.get("lost_gpu_s"))),
     ("USER FAIRNESS", lambda row: cell(row.get("user_fairness"))),
 )
 

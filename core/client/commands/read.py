@@ -11,7 +11,7 @@ import click
 
 from gangline.core.client import exits
 from gangline.core.client.options import client_of, job_argument, output_options, user_of
-from gangline.core.client.output import Column, Output, cell, clean, table
+from gangline.core.client.output import Column, Output, cell, clean, gpu_time, table
 from gangline.core.client.watch import end, ended, label, reason, resolve
 from gangline.core.model.units import format_duration
 
@@ -148,6 +148,10 @@ def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
     step, checkpoint = job.get("step"), job.get("checkpoint") or {}
     if step is not None and step >= 0:
         facts.append(("progress", f"step {step}, checkpoint at {checkpoint.get('step', '-')} {cell(checkpoint.get('path'))}"))
+    if job.get("lost_gpu_s"):
+        facts.append(("lost work", f"{gpu_time(job['lost_gpu_s'])} that were not saved when it was restarted or moved"))
+    if job.get("cost_gpu_s"):
+        facts.append(("cost others", f"{gpu_time(job['cost_gpu_s'])} that jobs had not saved which made room for it"))
     if job.get("master"):
         facts.append(("rendezvous", cell(job["master"])))
     return [(word, value) for word, value in facts if value != "-"]
