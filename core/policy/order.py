@@ -16,8 +16,8 @@ The order is found anew after every job, so queues take turns. Only the path of 
 keep their places in the heaps.
 
 Jobs in one queue: higher priority; below the gang minimum, then at it, then above; older; name (World.job_key). Victims are taken in the reverse
-of both orders; for them nothing is added in rules 2, 4 and 5, and rule 5 leaves out what was already picked from the queue, and what would be
-picked next.
+of both orders, among equal priorities by lost work where that is known (lostwork.py); for them nothing is added in rules 2, 4 and 5, and rule 5
+leaves out what was already picked from the queue, and what would be picked next.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, next_chunk, waiting
+from gangline.core.policy.lostwork import victim_keys
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
@@ -250,11 +251,13 @@ def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) 
         found = slices[job] = _slices(job, job in protected)[::-1]
         return found[-1].vector if found else None
 
-    by_queue: dict[Queue, Group] = {}
+    by_queue: dict[Queue, list[Job]] = {}
     for job in jobs:
-        by_queue.setdefault(job.queue, []).append((world.job_key(job), job))
-    for queue, group in by_queue.items():
-        group.sort(key=lambda entry: entry[0], reverse=True)
+        by_queue.setdefault(job.queue, []).append(job)
+    keys: dict[Job, JobKey] = {}
+    for queue, some in by_queue.items():
+        keys |= victim_keys(some, world.job_key, world.losses)
+        group = sorted(((keys[job], job) for job in some), key=lambda entry: entry[0], reverse=True)
         order.push_sorted(queue, group, first)
     while (popped := order.pop()) is not None:
         job = popped[0]
@@ -263,7 +266,7 @@ def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) 
         yield step
         order.picked(job.queue, step.vector)
         if left:
-            key = world.job_key(job)
+            key = keys[job]
             standing = 1 if left[-1].last else 2
             order.push(job, left[-1].vector, (key[0], standing, key[2], key[3]))
 

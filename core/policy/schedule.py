@@ -16,6 +16,7 @@ from gangline.core.model import events as ev
 from gangline.core.model.state import State
 from gangline.core.policy import gangs
 from gangline.core.policy.earmarks import earmarked
+from gangline.core.policy.lostwork import Losses
 from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.refusals import Refusal
@@ -48,6 +49,7 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
         try:
             mirror.sync(state, now_ms)
             mirror.world.first = earmarked(state, now_ms)
+            mirror.world.losses = Losses(state, now_ms)
             waiting = mirror.world.waiting_groups()
             decisions = run_session(mirror.world, PASSES, mirror.placer) if waiting else Decisions()
             events = _events(state, mirror, decisions, now_ms)

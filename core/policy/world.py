@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, put_back, waiting
+from gangline.core.policy.lostwork import Losses
 from gangline.core.policy.nodes import Node, NodeSpec, Place
 from gangline.core.policy.queues import Queue, QueueSpec
 from gangline.core.policy.requests import GPU, ZERO, Request, Vector, add, mig_gpus, subtract
@@ -82,6 +83,8 @@ class World:
         self._requests: dict[Request, Request] = {}
         self._shapes: dict[object, int] = {}
         self._journal: list[tuple[str, Rank, RankState, Place | None, Vector]] = []
+        #: what jobs would lose if they stopped now; None where nothing is known of it
+        self.losses: Losses | None = None
         #: names of jobs that are served before all others (earmarks.py)
         self.first: tuple[str, ...] = ()
         #: the jobs that wait, in groups
