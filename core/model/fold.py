@@ -15,6 +15,7 @@ import msgspec
 
 from gangline.core.model import events as ev
 from gangline.core.model import roles
+from gangline.core.model.accounting import account_anew, change_capacity, note_held, offers, settle
 from gangline.core.model.codec import Frame
 from gangline.core.model.documents import RestartNotice, StopNotice
 from gangline.core.model.queues import Declaration, QueueTree
@@ -56,6 +57,8 @@ def apply(state: State, event: ev.LogEvent, index: int, epoch: int, at_ms: int) 
     if at_ms < state.at_ms:
         raise IllegalTransition(event, f"time {at_ms} at index {index} is before {state.at_ms}")
     _HANDLERS[type(event)](state, event, index, epoch, at_ms)
+    if state.scratch.held:
+        settle(state, at_ms)
     state.at_ms = at_ms
 
 
@@ -329,6 +332,7 @@ def _forget_oldest(state: State) -> None:
 def _node_joined(state: State, e: ev.NodeJoined, index: int, epoch: int, at_ms: int) -> None:
     reg = e.registration
     node = state.nodes.get(reg.node)
+    before = offers(node)
     if node is None:
         node = state.nodes[reg.node] = Node(registration=reg, joined_at_ms=at_ms)
     elif node.status == "up" and node.registration.identity != reg.identity:
@@ -338,6 +342,7 @@ def _node_joined(state: State, e: ev.NodeJoined, index: int, epoch: int, at_ms: 
     for job in node.holdings:
         state.scratch.jobs[job] = None
     node.registration = reg
+    change_capacity(state, before, offers(node), at_ms)
     _count_free(node)
     _touch_node(state, node, index)
     _capacity(state)
@@ -347,7 +352,9 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
     node = _node(state, e, e.node)
     if node.status == "lost":
         raise IllegalTransition(e, f"{e.node} is lost already")
+    before = offers(node)
     node.status, node.lost_at_ms = "lost", at_ms
+    change_capacity(state, before, offers(node), at_ms)
     for job_id, holding in list(node.holdings.items()):
         job = state.jobs[job_id]
         over = e.proven or job.spec.on_disconnect == "stop"
@@ -498,7 +505,8 @@ def _queues_declared(state: State, e: ev.QueuesDeclared, index: int, epoch: int,
         raise IllegalTransition(e, "no queue is declared")
     if lost := stranded(state, tree):
         raise IllegalTransition(e, f"these queues have live jobs and would take none any more: {lost}")
-    state.queues = tree
+    before, state.queues = state.queues, tree
+    account_anew(state, before, at_ms)
     _capacity(state)
 
 
@@ -664,6 +672,7 @@ def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli:
     state.jobs[job].held_nodes[node.id] = None
     state.scratch.moved[job] = None
     node.holdings[job] = Holding(gpus=gpus, cpus_milli=cpus_milli, memory_mib=memory_mib)
+    note_held(state, job, node.holdings[job], 1)
     node.free_gpus = tuple([g for g in node.free_gpus if g not in gpus])
     node.free_cpus_milli -= cpus_milli
     node.free_memory_mib -= memory_mib
@@ -672,6 +681,7 @@ def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli:
 
 def _give_back(state: State, node: Node, job: str) -> None:
     held = node.holdings.pop(job)
+    note_held(state, job, held, -1)
     del state.jobs[job].held_nodes[node.id]
     state.scratch.moved[job] = None
     if held.gpus:

@@ -96,7 +96,7 @@ class Declaration(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 class QueueTree:
     """A declaration to be asked. Never changed: another declaration makes another tree."""
 
-    __slots__ = ("_children", "declaration", "specs")
+    __slots__ = ("_children", "declaration", "half_lives_ms", "specs")
 
     def __init__(self, declaration: Declaration | None = None) -> None:
         """Raises ValueError when the declaration is not a tree in order."""
@@ -107,6 +107,8 @@ class QueueTree:
         self._children = _children(queues)
         if tuple(self.specs.values()) != in_order(queues):
             raise ValueError("the queues are not a tree in order: each once, after its parent and before its parent's next child")
+        #: by path, only of queues where past usage counts
+        self.half_lives_ms = {path: ms for path in self.specs if (ms := round(self.usage_half_life_s(path) * 1000)) > 0}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QueueTree) and self.declaration == other.declaration

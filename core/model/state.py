@@ -26,6 +26,7 @@ from gangline.core.model.events import Outcome
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.roles import full, placed
 from gangline.core.model.spec import JobSpec
+from gangline.core.model.usage import Usage
 
 #: version of this layout in snapshots
 STATE_VERSION = 1
@@ -274,6 +275,8 @@ class Scratch:
         self.mirror: object = None
         #: jobs that the rules tripped over, which are left out until another scheduler leads, and how
         self.poison: dict[str, str] = {}
+        #: (queue, user) → by how much the event that is being folded changes what they hold; empty between events
+        self.held: dict[tuple[str, str], tuple[int, int, int]] = {}
 
     def nobody_decides(self) -> None:
         """Forget what has changed: this is a follower, and who decides looks at everything once."""
@@ -299,6 +302,8 @@ class State(msgspec.Struct):
     brake: Brake = msgspec.field(default_factory=Brake)
     #: the declared queues; every live job is in one of its leaves once there are any
     queues: QueueTree = msgspec.field(default_factory=QueueTree)
+    #: what queues and users have used, where the past counts
+    usage: Usage = msgspec.field(default_factory=Usage)
     submitted: int = 0
     #: idempotency key → job id, for the jobs above
     keys: dict[str, str] = {}

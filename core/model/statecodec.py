@@ -7,10 +7,12 @@ from typing import Any
 import msgpack
 import msgspec
 
+from gangline.core.model.accounting import account_anew
 from gangline.core.model.codec import digest
 from gangline.core.model.fold import queue_key
 from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.state import STATE_VERSION, Brake, Earmark, Job, Node, State
+from gangline.core.model.usage import Usage
 
 
 class BadSnapshot(Exception):
@@ -39,15 +41,16 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     queues: Declaration = Declaration()
     earmarks: dict[str, Earmark] = {}
     lost_gpu_ms: dict[str, int] = {}
+    usage: Usage = msgspec.field(default_factory=Usage)
 
 
 def dump_state(state: State) -> bytes:
     """Return the state as msgpack. Two states are equal exactly when their bytes are."""
     stored = _Stored(
         version=STATE_VERSION, index=state.index, at_ms=state.at_ms, epoch=state.epoch, digest=state.digest, leader=state.leader,
-        jobs=state.jobs, nodes=state.nodes, brake=state.brake, queues=state.queues.declaration, submitted=state.submitted, keys=state.keys,
-        names=state.names, finished=list(state.finished), running=list(state.running), capacity_version=state.capacity_version,
-        earmarks=state.earmarks, lost_gpu_ms=state.lost_gpu_ms,
+        jobs=state.jobs, nodes=state.nodes, brake=state.brake, queues=state.queues.declaration, usage=state.usage,
+        submitted=state.submitted, keys=state.keys, names=state.names, finished=list(state.finished), running=list(state.running),
+        capacity_version=state.capacity_version, earmarks=state.earmarks, lost_gpu_ms=state.lost_gpu_ms,
     )  # fmt: skip
     data: bytes = msgpack.packb(msgspec.to_builtins(stored, builtin_types=(bytes,), str_keys=True), use_bin_type=True)
     return data
@@ -66,10 +69,12 @@ def load_state(data: bytes) -> State:
         raise BadSnapshot(f"not a stored state: {e or type(e).__name__}") from e
     state = State(
         index=stored.index, at_ms=stored.at_ms, epoch=stored.epoch, digest=stored.digest, leader=stored.leader, jobs=stored.jobs,
-        nodes=stored.nodes, brake=stored.brake, queues=queues, submitted=stored.submitted, keys=stored.keys,
+        nodes=stored.nodes, brake=stored.brake, queues=queues, usage=stored.usage, submitted=stored.submitted, keys=stored.keys,
         names=stored.names, finished=dict.fromkeys(stored.finished), running=dict.fromkeys(stored.running),
         capacity_version=stored.capacity_version, earmarks=stored.earmarks, lost_gpu_ms=stored.lost_gpu_ms,
     )  # fmt: skip
+    if state.queues.half_lives_ms and not state.usage.clocks:
+        account_anew(state, QueueTree(), state.at_ms)  # stored before usage was counted
     state.queue = sorted(queue_key(j) for j in state.jobs.values() if j.state == "queued")
     return state
 

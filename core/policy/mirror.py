@@ -122,7 +122,7 @@ class Mirror:
         scratch.everything_moved = False
 
     def _grow_older(self, state: State, now_ms: int) -> None:
-        """Gangs that have not run for long are protected from reclaim; those that have need no more looking at."""
+        """Gangs that have not run for long are protected from reclaim or preemption; those that have need no more looking at."""
         for job_id, engine in list(self._young.items()):
             since = state.jobs[job_id].running_since_ms if job_id in state.jobs else 0
             engine.started_s_ago = (now_ms - since) / 1000 if since else 0.0
@@ -138,7 +138,7 @@ class Mirror:
         self._tree = state.queues
         for spec in _queue_specs(state.queues):
             self.world.add_queue(spec)
-            self._protection_s = max(self._protection_s, spec.reclaim_min_runtime_s or 0.0)
+            self._protection_s = max(self._protection_s, spec.reclaim_min_runtime_s or 0.0, spec.preempt_min_runtime_s or 0.0)
         up = {n.id: n for n in state.nodes.values() if n.status == "up"}
         self._describe(up.values())
         self.world.add_nodes(self._specs[n] for n in up)
@@ -524,4 +524,5 @@ def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
         spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
         weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
         reclaim_min_runtime_s=MIN_RUNTIME_S if spec.reclaim_min_runtime_s is None and not spec.parent else spec.reclaim_min_runtime_s,
+        preempt_min_runtime_s=spec.preempt_min_runtime_s,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Preempt: within one queue, what is more important takes the place of what is less.
 
 Victims are preemptible jobs of the same leaf queue with a strictly lower priority. No fair share is looked at: a preemptible job may preempt
-while its queue is over quota. A job that cannot be preempted must fit into quota at every level, as always (gates.py).
+while its queue is over quota. A job that cannot be preempted must fit into quota at every level, as always (gates.py). No victim is within the
+minimum runtime of the queue (its own, else that of the next queue upwards that has one); an elastic job within it may still lose its surplus.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def preempt(world: World, placer: Placer, notes: Notes) -> None:
         if not world.options.priorities:
             return None
         jobs = [j for j in job.queue.working if j.preemptible and j.priority < job.priority]
-        return jobs, {}, lambda _lost, _need: True
+        least = next((q.preempt_min_runtime_s for q in job.queue.path if q.preempt_min_runtime_s is not None), 0.0)
+        protected = {j: None for j in jobs if j.started_s_ago is not None and j.started_s_ago < least}
+        return jobs, protected, lambda _lost, _need: True
 
     evicting.run(world, placer, notes, "preempt", offer)

@@ -31,6 +31,8 @@ class QueueSpec:
     created: int = 0
     #: jobs here are not reclaimed from before they have run so long; None: as the parent
     reclaim_min_runtime_s: float | None = None
+    #: the same for jobs of a higher priority in the same leaf
+    preempt_min_runtime_s: float | None = None
 
 
 class Queue:
@@ -38,7 +40,7 @@ class Queue:
 
     __slots__ = (
         "allocated", "allocatable", "children", "created", "depth", "fair_share", "limit", "name", "nonpreemptible", "parent", "path",
-        "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "waiting", "weight", "working",
+        "preempt_min_runtime_s", "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "waiting", "weight", "working",
     )  # fmt: skip
 
     def __init__(self, spec: QueueSpec, parent: Queue | None) -> None:
@@ -54,6 +56,7 @@ class Queue:
         self.quota, self.limit, self.weight = spec.quota, spec.limit, spec.weight
         self.priority, self.created = spec.priority, spec.created
         self.reclaim_min_runtime_s = spec.reclaim_min_runtime_s
+        self.preempt_min_runtime_s = spec.preempt_min_runtime_s
         self.allocated: Vector = ZERO
         #: the part of it that cannot be preempted
         self.nonpreemptible: Vector = ZERO
