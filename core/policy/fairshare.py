@@ -12,6 +12,18 @@ For each resource on its own, the top queues share what the cluster has, then th
 
 A queue of weight 0 gets nothing in steps 2 and 3. A unit is one GPU, one milli-core or one byte.
 
+Where the past counts (`usage_half_life`), step 2 does not go by the weight w alone, as a part of the weights of those that still want more, but
+by
+
+    max(0, w + K · (w - u))
+
+with u for what the queue has held on average in the past, the last half-life counting most (core/model/usage.py), as a part of what is being
+divided. A queue that has had just its part has its plain weight, one that has had more has less of what is over now, and one that had nothing up
+to twice its part. Step 1 and priorities know no past. (KAI's time-based fair share, with its default of K = 1; it relates usage to the whole
+cluster at every level, here it is related to what is divided there, so that the past counts alike in small parts of the tree.) A queue whose
+past does not count has its plain weight. Where the usages of siblings are more than 1 together, because their parent had more then than now,
+they are scaled down to 1.
+
 Within a session placements and evictions change what queues are allocated, and never their fair shares.
 """
 
@@ -25,6 +37,8 @@ from gangline.core.policy.world import World
 
 #: size of a whole unit in the units of a vector
 WHOLE = (GPU, 1, 1)
+#: how strongly the past counts
+K = 1.0
 
 
 @dataclass
@@ -39,7 +53,11 @@ class Claim:
     priority: int
     #: position by age, 0 the oldest
     age: int
+    #: what it has held on average in the past, as a part of what is being divided; None: the past does not count
+    used: float | None = None
     share: int = 0
+    #: its weight in the present lap of step 2
+    pull: float = 0.0
 
     @property
     def wanted(self) -> int:
@@ -53,7 +71,7 @@ def set_fair_shares(world: World) -> None:
     demands: dict[Queue, Vector] = {}
     for root in roots:
         _demand(root, demands)
-    _share_out(roots, world.total, demands)
+    _share_out(roots, world.total, demands, world.total)
 
 
 def _demand(queue: Queue, demands: dict[Queue, Vector]) -> Vector:
@@ -65,17 +83,21 @@ def _demand(queue: Queue, demands: dict[Queue, Vector]) -> Vector:
     return waiting
 
 
-def _share_out(queues: list[Queue], total: Vector, demands: dict[Queue, Vector]) -> None:
+def _share_out(queues: list[Queue], total: Vector, demands: dict[Queue, Vector], cluster: Vector) -> None:
     if not queues:
         return
     shares: list[list[int]] = []
     for r in range(3):
-        claims = [Claim(q.quota[r], q.limit[r], demands[q][r], q.weight[r], q.priority, q.seq) for q in queues]
+        claims = [Claim(q.quota[r], q.limit[r], demands[q][r], q.weight[r], q.priority, q.seq, _used(q, r, cluster, total)) for q in queues]
         divide(claims, total[r], WHOLE[r])
         shares.append([c.share for c in claims])
     for at, queue in enumerate(queues):
         queue.set_fair_share((shares[0][at], shares[1][at], shares[2][at]))
-        _share_out(queue.children, queue.fair_share, demands)
+        _share_out(queue.children, queue.fair_share, demands, cluster)
+
+
+def _used(queue: Queue, r: int, cluster: Vector, total: Vector) -> float | None:
+    return None if queue.usage is None else queue.usage[r] * cluster[r] / total[r] if total[r] else 0.0
 
 
 def divide(claims: list[Claim], total: int, whole: int) -> None:
@@ -86,6 +108,10 @@ def divide(claims: list[Claim], total: int, whole: int) -> None:
         left -= claim.share
     if left <= 0:
         return
+    together = sum(c.used for c in claims if c.used is not None)
+    if together > 1:
+        for claim in claims:
+            claim.used = None if claim.used is None else claim.used / together
     lost: dict[int, float] = {}
     classes = sorted({c.priority for c in claims}, reverse=True)
     by_class = [[c for c in claims if c.priority == p] for p in classes]
@@ -99,8 +125,8 @@ def _by_weight(claims: list[Claim], left: int, whole: int, lost: dict[int, float
     """Step 2 within one class; returns what is left."""
     hungry = [c for c in claims if c.weight > 0 and c.wanted > c.share]
     while hungry and left > 0:
-        weights = sum(c.weight for c in hungry)
-        content = [c for c in hungry if c.wanted - c.share <= left * c.weight / weights]
+        weights = _set_pull(hungry)
+        content = [c for c in hungry if c.wanted - c.share <= left * c.pull / weights]
         if content:
             taken = 0
             for claim in content:
@@ -111,13 +137,27 @@ def _by_weight(claims: list[Claim], left: int, whole: int, lost: dict[int, float
             continue
         taken = 0
         for claim in hungry:
-            part = left * claim.weight / weights
+            part = left * claim.pull / weights
             given = int(part // whole) * whole
             claim.share += given
             taken += given
             lost[id(claim)] = part - given
         return left - taken
     return left
+
+
+def _set_pull(hungry: list[Claim]) -> float:
+    """Set by which weights these claims share in this lap; returns their sum."""
+    weights = sum(c.weight for c in hungry)
+    for claim in hungry:
+        claim.pull = claim.weight
+    if all(c.used is None for c in hungry):
+        return weights
+    for claim in hungry:
+        weight = claim.weight / weights
+        claim.pull = weight if claim.used is None else max(0.0, weight + K * (weight - claim.used))
+    # Usages are at most 1 together, so somebody has a pull.
+    return sum(c.pull for c in hungry)
 
 
 def _leftover(claims: list[Claim], left: int, whole: int, lost: dict[int, float]) -> int:

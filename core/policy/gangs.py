@@ -176,6 +176,7 @@ class Job:
     __slots__ = (
         "active", "age_s", "constraint", "evicted_s_ago", "name", "order", "plain", "podsets", "preemptible", "preemption_delay_s",
         "priority", "queue", "ranks", "root", "shape", "single", "stale_for_s", "staleness_grace_s", "started_s_ago",
+        "user",
     )  # fmt: skip
 
     def __init__(self, name: str, queue: Queue, *, priority: int, preemptible: bool, order: int, root: PodsetGroup) -> None:
@@ -185,6 +186,8 @@ class Job:
         self.preemptible = preemptible
         self.order = order
         self.root = root
+        #: who submitted it; counts where users take turns
+        self.user = ""
         self.podsets = list(root.podsets())
         #: the only podset, if the job has no subgroups
         self.single = self.podsets[0] if len(self.podsets) == 1 and root.members == self.podsets else None

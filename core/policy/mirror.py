@@ -33,6 +33,7 @@ from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import Node as StateNode
 from gangline.core.model.state import State
 from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_name
+from gangline.core.model.usage import usage_of, usage_of_users
 from gangline.core.policy.gangs import Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.placing import Placer
@@ -117,6 +118,11 @@ class Mirror:
                     scratch.moved[job] = None
             if scratch.moved or scratch.moved_nodes:
                 self._update(state, now_ms)
+        for path in state.queues.half_lives_ms:
+            queue = self.world.queues[path]
+            queue.usage = usage_of(state.usage, state.queues, path, now_ms)
+            if queue.user_fairness:
+                queue.user_usage = usage_of_users(state.usage, state.queues, path, now_ms)
         scratch.moved.clear()
         scratch.moved_nodes.clear()
         scratch.everything_moved = False
@@ -349,6 +355,7 @@ class Mirror:
             name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=spec.priority, preemptible=spec.preemptible, order=job.number,
             root=root,
         )  # fmt: skip
+        engine.user = job.user
         places: dict[int, tuple[RankState, Place | None]] = {}
         for some in ranks:
             for state_and_place in some.places:
@@ -524,5 +531,5 @@ def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
         spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
         weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
         reclaim_min_runtime_s=MIN_RUNTIME_S if spec.reclaim_min_runtime_s is None and not spec.parent else spec.reclaim_min_runtime_s,
-        preempt_min_runtime_s=spec.preempt_min_runtime_s,
+        preempt_min_runtime_s=spec.preempt_min_runtime_s, user_fairness=spec.user_fairness,
     )  # fmt: skip

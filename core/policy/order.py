@@ -15,9 +15,10 @@ Between queues, level by level from the top, each represented by its best job; t
 The order is found anew after every job, so queues take turns. Only the path of the queue that has just been served can have changed: the others
 keep their places in the heaps.
 
-Jobs in one queue: higher priority; below the gang minimum, then at it, then above; older; name (World.job_key). Victims are taken in the reverse
-of both orders, among equal priorities by lost work where that is known (lostwork.py); for them nothing is added in rules 2, 4 and 5, and rule 5
-leaves out what was already picked from the queue, and what would be picked next.
+Jobs in one queue: higher priority; where users take turns, the user who has come least far (turns.py); below the gang minimum, then at it, then
+above; older; name (World.job_key). Victims are taken in the reverse of both orders, among equal priorities (of one user, where users take turns)
+by lost work where that is known (lostwork.py); for them nothing is added in rules 2, 4 and 5, and rule 5 leaves out what was already picked from
+the queue, and what would be picked next.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from gangline.core.policy.lostwork import victim_keys
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
-from gangline.core.policy.waiting import Group, JobKey, Signature
+from gangline.core.policy.turns import Line, Turns
+from gangline.core.policy.waiting import Group, JobKey, Signature, placed_alike
 from gangline.core.policy.world import World
 
 QueueKey = tuple[float, ...]
@@ -85,7 +87,7 @@ class JobOrder:
     def __init__(self, world: World, reverse: bool = False) -> None:
         self._world = world
         self._reverse = reverse
-        self._leaves: dict[Queue, list[tuple[tuple[object, ...], int, _Entry]]] = {}
+        self._leaves: dict[Queue, Line[_Entry]] = {}
         self._nodes: dict[Queue | None, list[tuple[QueueKey, int, Queue]]] = {}
         self._valid: dict[Queue, int] = {}
         self._picked: dict[Queue, Vector] = {}
@@ -110,22 +112,28 @@ class JobOrder:
     def _push(self, queue: Queue, key: JobKey, entry: _Entry) -> None:
         self._count += 1
         ordered: tuple[object, ...] = (-key[0], -key[1], -key[2], _Reversed(key[3])) if self._reverse else key
-        heappush(self._leaves.setdefault(queue, []), (ordered, self._count, entry))
+        line = self._leaves.get(queue)
+        if line is None:
+            line = self._leaves[queue] = Turns(self._world, queue, self._reverse) if queue.user_fairness else Line()
+        line.push(ordered, self._count, entry.job.user, entry)
         self._stale[queue] = None
 
     def fail(self, signature: Signature, refusal: Refusal, queue: Queue | None = None) -> None:
         """From now on pass over all jobs that are placed alike, in one queue or in all."""
-        self._dead[signature if queue is None else (queue, signature)] = refusal
+        alike = placed_alike(signature)
+        self._dead[alike if queue is None else (queue, alike)] = refusal
 
     def failed(self, queue: Queue, signature: Signature) -> bool:
         """Whether such jobs are passed over."""
-        return signature in self._dead or (queue, signature) in self._dead
+        alike = placed_alike(signature)
+        return alike in self._dead or (queue, alike) in self._dead
 
-    def picked(self, queue: Queue, vector: Vector) -> None:
-        """Note that a victim of this size was picked from a queue."""
-        for q in queue.path:
+    def picked(self, job: Job, vector: Vector) -> None:
+        """Note that a victim of this size was picked: a job, or a part of it."""
+        for q in job.queue.path:
             self._picked[q] = add(self._picked.get(q, ZERO), vector)
-        self._stale[queue] = None
+        self._leaves[job.queue].picked(job.user, vector)
+        self._stale[job.queue] = None
 
     def pop(self) -> tuple[Job, Signature | None] | None:
         """Return the next job, with its signature if it came from a group; None if none is left."""
@@ -139,7 +147,7 @@ class JobOrder:
             below = self._first(queue)
             assert below is not None, f"{queue.name} has a place in the order and no job"
             queue = below
-        entry = heappop(self._leaves[queue])[2]
+        entry = self._leaves[queue].pop()
         self._stale[queue] = None
         self._push_next(queue, entry)
         return entry.job, entry.signature
@@ -166,26 +174,26 @@ class JobOrder:
             if below is None:
                 return None
             queue = below
-        heap = self._leaves[queue]
-        while heap:
-            entry = heap[0][2]
+        line = self._leaves[queue]
+        while (entry := line.first()) is not None:
             if entry.vector is None and entry.sizes is not None:
                 entry.vector = entry.sizes(entry.job)
             if entry.vector is None:
-                heappop(heap)
+                line.pop()
                 self._push_next(queue, entry)
                 continue
             refusal = self._refusal_of(queue, entry)
             if refusal is None:
                 return entry.vector
-            heappop(heap)
+            line.pop()
             self.skipped.append(([job for _, job in entry.group[entry.at :]], refusal))
         return None
 
     def _refusal_of(self, queue: Queue, entry: _Entry) -> Refusal | None:
         if entry.signature is None or not self._dead:
             return None
-        return self._dead.get(entry.signature) or self._dead.get((queue, entry.signature))
+        alike = placed_alike(entry.signature)
+        return self._dead.get(alike) or self._dead.get((queue, alike))
 
     def _refresh(self, leaf: Queue) -> None:
         for queue in leaf.path:
@@ -257,14 +265,18 @@ def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) 
     keys: dict[Job, JobKey] = {}
     for queue, some in by_queue.items():
         keys |= victim_keys(some, world.job_key, world.losses)
-        group = sorted(((keys[job], job) for job in some), key=lambda entry: entry[0], reverse=True)
-        order.push_sorted(queue, group, first)
+        lines: dict[str, Group] = {}
+        for job in some:
+            lines.setdefault(job.user if queue.user_fairness else "", []).append((keys[job], job))
+        for group in lines.values():
+            group.sort(key=lambda entry: entry[0], reverse=True)
+            order.push_sorted(queue, group, first)
     while (popped := order.pop()) is not None:
         job = popped[0]
         left = slices[job]
         step = left.pop()
         yield step
-        order.picked(job.queue, step.vector)
+        order.picked(job, step.vector)
         if left:
             key = keys[job]
             standing = 1 if left[-1].last else 2

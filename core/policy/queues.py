@@ -33,6 +33,8 @@ class QueueSpec:
     reclaim_min_runtime_s: float | None = None
     #: the same for jobs of a higher priority in the same leaf
     preempt_min_runtime_s: float | None = None
+    #: users of this leaf take turns (turns.py)
+    user_fairness: bool = False
 
 
 class Queue:
@@ -40,7 +42,8 @@ class Queue:
 
     __slots__ = (
         "allocated", "allocatable", "children", "created", "depth", "fair_share", "limit", "name", "nonpreemptible", "parent", "path",
-        "preempt_min_runtime_s", "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "waiting", "weight", "working",
+        "preempt_min_runtime_s", "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "usage", "user_fairness", "user_usage", "users",
+        "waiting", "weight", "working",
     )  # fmt: skip
 
     def __init__(self, spec: QueueSpec, parent: Queue | None) -> None:
@@ -64,6 +67,12 @@ class Queue:
         self.waiting: Vector = ZERO
         #: jobs of this leaf with ranks that work or have a reservation; kept by World, in no order that means anything
         self.working: dict[Job, None] = {}
+        #: what it has held on average in the past, as parts of what the cluster had then; None: the past does not count
+        self.usage: tuple[float, float, float] | None = None
+        #: where users take turns: what each is charged, and the usage of each, in the units of `usage`
+        self.user_fairness = spec.user_fairness
+        self.users: dict[str, Vector] = {}
+        self.user_usage: dict[str, tuple[float, float, float]] = {}
         self.fair_share: Vector = (UNLIMITED, UNLIMITED, UNLIMITED)
         #: max(quota, fair share), capped by the limit
         self.allocatable: Vector = (UNLIMITED, UNLIMITED, UNLIMITED)

@@ -385,6 +385,7 @@ def _queue(queue: Raw) -> QueueSpec:
         priority=queue.get("priority", 100),
         created=queue.get("created", 0),
         reclaim_min_runtime_s=queue.get("reclaim_min_runtime_s"),
+        preempt_min_runtime_s=queue.get("preempt_min_runtime_s"),
     )
 
 

@@ -370,6 +370,11 @@ class World:
         rank.charged = vector
         g, c, m = vector[0] - old[0], vector[1] - old[1], vector[2] - old[2]
         fixed = not rank.job.preemptible
+        leaf = rank.job.queue
+        if leaf.user_fairness:
+            held = add(leaf.users.pop(rank.job.user, ZERO), (g, c, m))
+            if held != ZERO:
+                leaf.users[rank.job.user] = held
         for queue in rank.job.queue.path:
             a = queue.allocated
             queue.allocated = (a[0] + g, a[1] + c, a[2] + m)
