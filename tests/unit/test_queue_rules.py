@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -39,11 +40,11 @@ class Cluster(HELPERS.Cluster):  # type: ignore[name-defined, misc]
         super().__init__()
         for name, count in (gpus or {"n1": 8}).items():
             self.join(name, count)
-        self.add(ev.QueuesDeclared(queues=(*queues, *(() if any(q.path == "default" for q in queues) else (QueueSpec("default"),)))))
+        self.add(ev.QueuesDeclared(queues=(*queues, QueueSpec("default"))))
 
-    def ask(self, job: str, queue: str = "q", user: str = "", gpus: int = 1, ranks: int = 1, models: tuple[str, ...] = (), **more: object) -> None:
+    def ask(self, job: str, queue: str = "q", user: str = "", gpus: int = 1, ranks: int = 1, models: tuple[str, ...] = (), **more: Any) -> None:
         resources = Resources(gpus=gpus, cpus_milli=100, gpu_models=models)
-        spec = JobSpec(("x",), queue=queue, gang=Gang(ranks, more.pop("least", ranks)), resources=resources, **more)  # type: ignore[arg-type]
+        spec = JobSpec(("x",), queue=queue, gang=Gang(ranks, more.pop("least", ranks)), resources=resources, **more)
         self.add(ev.JobSubmitted(job=job, spec=spec, user=user))
 
     def placed(self) -> list[str]:
@@ -82,7 +83,10 @@ def young_and_old(**queue: float | None) -> Cluster:
 
 @pytest.mark.parametrize(
     ("queue", "state"),
-    [({}, "preempting"), ({"own": 60.0}, "running"), ({"top": 60.0}, "running"), ({"top": 60.0, "own": 0.0}, "preempting"), ({"own": 30.0}, "preempting")],
+    [
+        ({}, "preempting"), ({"own": 60.0}, "running"), ({"top": 60.0}, "running"), ({"top": 60.0, "own": 0.0}, "preempting"),
+        ({"own": 30.0}, "preempting"),
+    ],
 )
 def test_a_gang_is_not_preempted_before_it_has_run_so_long(queue: dict[str, float], state: str) -> None:
     assert young_and_old(**queue).job("low").state == state
@@ -100,7 +104,8 @@ def test_when_it_has_run_so_long_the_gang_that_waited_has_it_preempted() -> None
 
 def test_the_minimum_runtime_within_a_queue_is_not_that_between_queues() -> None:
     nothing = Amounts(gpus_milli=0)
-    c = Cluster(QueueSpec("q", quota=nothing, preempt_min_runtime_s=3600.0, reclaim_min_runtime_s=0.0), QueueSpec("entitled", quota=Amounts(8_000)))
+    spec = QueueSpec("q", quota=nothing, preempt_min_runtime_s=3600.0, reclaim_min_runtime_s=0.0)
+    c = Cluster(spec, QueueSpec("entitled", quota=Amounts(8_000)))
     c.ask("low", ranks=8, priority=10)
     c.cycle()
     c.run("low")
