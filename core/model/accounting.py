@@ -6,6 +6,7 @@ What one event changes on many nodes is added up first, and goes into the accoun
 from __future__ import annotations
 
 from gangline.core.model import usage
+from gangline.core.model.gpushares import GPU
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.state import Holding, Node, State
 
@@ -31,7 +32,7 @@ def offers(node: Node | None) -> usage.Held:
     if node is None or node.status != "up":
         return usage.NOTHING
     reg = node.registration
-    return (sum(1 for gpu in reg.gpus if gpu.healthy), reg.cpus_milli, reg.memory_mib)
+    return (sum(GPU for gpu in reg.gpus if gpu.healthy), reg.cpus_milli, reg.memory_mib)
 
 
 def change_capacity(state: State, before: usage.Held, after: usage.Held, at_ms: int) -> None:
@@ -51,4 +52,4 @@ def account_anew(state: State, before: QueueTree, at_ms: int) -> None:
 
 
 def _amounts(holding: Holding) -> usage.Held:
-    return (len(holding.gpus), holding.cpus_milli, holding.memory_mib)
+    return (len(holding.gpus) * GPU + sum(use.charged for use in holding.shares), holding.cpus_milli, holding.memory_mib)

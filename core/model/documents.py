@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from gangline.core.model.gpushares import GpuShare
+
 VERSION = 1
 
 
@@ -25,6 +27,11 @@ class Gpu(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     model: str
     memory_mib: int = 0
     healthy: bool = True
+    #: name of the layout (gpufacts.MIG_LAYOUTS) into which MIG can partition it here; empty: it cannot be partitioned
+    mig: str = ""
+    #: where it hangs, as groups from the coarsest to the finest, such as (NUMA node, PCIe switch): GPUs that agree further are joined by faster
+    #: links. All GPUs of a node have as many; empty: not known, or all are equally near
+    links: tuple[int, ...] = ()
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -61,6 +68,8 @@ class DesiredRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     gpus: tuple[int, ...]
     #: the generation in which this rank was (last) started
     generation: int
+    #: what it gets of its devices, None: the whole of each. MIG instances that are not there yet are made before it starts
+    share: GpuShare | None = None
 
 
 class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from gangline.core.model.documents import Registration
+from gangline.core.model.gpushares import GpuShare
 from gangline.core.model.queues import QueueSpec
 from gangline.core.model.spec import JobSpec
 from gangline.core.model.topologies import Topology
@@ -48,10 +49,11 @@ def _event(name: str, version: int = 1) -> Callable[[E], E]:
 
 
 class PlacedRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One rank and the devices it gets, by index on the node, ascending."""
+    """One rank and the devices it gets, by index on the node, ascending; `share` says what of them, None: the whole of each."""
 
     rank: int
     gpus: tuple[int, ...]
+    share: GpuShare | None = None
 
 
 class PlacedPart(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -7,7 +7,7 @@ changes anything, so a refused event leaves the state as it was. Handlers decide
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,9 @@ from gangline.core.model import roles
 from gangline.core.model.accounting import account_anew, change_capacity, note_held, offers, settle
 from gangline.core.model.codec import Frame
 from gangline.core.model.documents import RestartNotice, StopNotice
+from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.queues import Declaration, QueueTree
+from gangline.core.model.spec import Resources
 from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, State
 from gangline.core.model.topologies import check as check_topologies
 
@@ -145,10 +147,9 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
     job.role_sizes = e.role_sizes
     leaf_of = roles.leaf_of_ranks(job.sizes())
     for placed in e.parts:
-        ranks = {r.rank: Rank(gpus=r.gpus, generation=e.generation, leaf=leaf_of[r.rank]) for r in placed.ranks}
+        ranks = {r.rank: Rank(gpus=r.gpus, generation=e.generation, leaf=leaf_of[r.rank], share=r.share) for r in placed.ranks}
         job.parts[placed.node] = Part(ranks=ranks)
-        gpus = tuple(sorted(g for r in placed.ranks for g in r.gpus))
-        _hold(state, state.nodes[placed.node], job.id, gpus, *roles.of_ranks(job.spec, [r.leaf for r in ranks.values()]), index)
+        _hold(state, state.nodes[placed.node], job.id, _needed(job, ranks.values()), index)
     for node_id in list(job.held_nodes):
         if node_id not in job.parts:
             _leave(state, job, node_id, index)
@@ -177,16 +178,51 @@ def _check_placement(state: State, job: Job, e: ev.GangPlaced) -> None:
         if node is None or node.status != "up":
             raise IllegalTransition(e, f"node {part.node} is {'unknown' if node is None else node.status}")
         own = node.holdings.get(job.id)
-        gpus = [g for r in part.ranks for g in r.gpus]
-        available = {*node.free_gpus, *own.gpus} if own else node.free_gpus
-        if len(set(gpus)) != len(gpus) or any(g not in available for g in gpus):
-            raise IllegalTransition(e, f"devices {sorted(gpus)} of {part.node} are not all free: {sorted(available)} are")
         for r in part.ranks:
-            if len(r.gpus) != leaves[leaf_of[r.rank]].resources.gpus:
-                raise IllegalTransition(e, f"rank {r.rank} of {job.id} gets other than {leaves[leaf_of[r.rank]].resources.gpus} devices")
+            if wrong := _wrong_devices(r, leaves[leaf_of[r.rank]].resources):
+                raise IllegalTransition(e, f"rank {r.rank} of {job.id} gets {wrong}")
+        if problem := _taken_twice(node, own, part):
+            raise IllegalTransition(e, problem)
         cpus, memory = roles.of_ranks(job.spec, [leaf_of[r.rank] for r in part.ranks])
         if cpus - (own.cpus_milli if own else 0) > node.free_cpus_milli or memory - (own.memory_mib if own else 0) > node.free_memory_mib:
             raise IllegalTransition(e, f"{part.node} has not the CPUs or memory for {len(part.ranks)} ranks")
+
+
+def _wrong_devices(r: ev.PlacedRank, res: Resources) -> str:
+    """What of its devices a rank has not asked for, "" when all is right."""
+    share = r.share
+    if res.mig:
+        profiles = [one.profile for one in share.mig] if share is not None else []
+        wrong = profiles != [res.mig] * res.mig_count or share is None or {one.gpu for one in share.mig} != set(r.gpus)
+        return f"other than {res.mig_count} MIG instances of {res.mig}" if wrong else ""
+    if res.shares_gpu:
+        asked = share is not None and not share.mig and share.memory_mib == res.gpu_memory_mib and share.milli > 0
+        if not asked or len(r.gpus) != 1 or (share is not None and res.gpu_share_milli not in (0, share.milli)):
+            return "other than its share of one device"
+        return ""
+    return f"other than {res.gpus} devices" if share is not None or len(r.gpus) != res.gpus else ""
+
+
+def _taken_twice(node: Node, own: Holding | None, part: ev.PlacedPart) -> str:
+    """Why the devices of a part cannot be given, "" when they can: those that are free, and what the gang holds already."""
+    whole = [g for r in part.ranks if r.share is None for g in r.gpus]
+    available = {*node.free_gpus, *own.gpus, *(use.gpu for use in own.shares if use == node.parted.get(use.gpu))} if own else node.free_gpus
+    if len(set(whole)) != len(whole) or any(g not in available for g in whole):
+        return f"devices {sorted(whole)} of {node.id} are not all free: {sorted(available)} are"
+    uses = _summed([use for r in part.ranks for use in uses_of(r.gpus, r.share)])
+    if not uses:
+        return ""
+    facts = {gpu.index: gpu for gpu in node.registration.gpus}
+    mine = {use.gpu: use for use in own.shares} if own else {}
+    for gpu, use in uses.items():
+        there = node.parted.get(gpu)
+        if there is None and gpu not in available:
+            return f"device {gpu} of {node.id} is not free, or not healthy"
+        others = there.minus(mine[gpu]) if there is not None and gpu in mine else there
+        problem = (use.plus(others) if others else use).problem(facts[gpu].memory_mib if gpu in facts else 0)
+        if problem or gpu in whole:
+            return f"device {gpu} of {node.id} {problem or 'is given whole and in part'}"
+    return ""
 
 
 def _check_numbers(e: ev.GangPlaced, ranks: list[int]) -> None:
@@ -663,20 +699,61 @@ def _remember_restart(
     )  # fmt: skip
 
 
-def _hold(state: State, node: Node, job: str, gpus: tuple[int, ...], cpus_milli: int, memory_mib: int, index: int) -> None:
+def _needed(job: Job, ranks: Collection[Rank]) -> Holding:
+    """Return what some ranks of a job on one node need."""
+    cpus_milli, memory_mib = roles.of_ranks(job.spec, [r.leaf for r in ranks])
+    whole = tuple(sorted(g for r in ranks if r.share is None for g in r.gpus))
+    uses = _summed([use for r in ranks if r.share is not None for use in uses_of(r.gpus, r.share)])
+    return Holding(gpus=whole, cpus_milli=cpus_milli, memory_mib=memory_mib, shares=tuple(uses[gpu] for gpu in sorted(uses)))
+
+
+def _summed(uses: list[GpuUse]) -> dict[int, GpuUse]:
+    total: dict[int, GpuUse] = {}
+    for use in uses:
+        total[use.gpu] = total[use.gpu].plus(use) if use.gpu in total else use
+    return total
+
+
+def _hold(state: State, node: Node, job: str, needed: Holding, index: int) -> None:
     own = node.holdings.get(job)
     if own is not None:  # until the older generation is gone, the gang holds what both of them need
         _give_back(state, node, job)
-        gpus = tuple(sorted({*own.gpus, *gpus}))
-        cpus_milli, memory_mib = max(own.cpus_milli, cpus_milli), max(own.memory_mib, memory_mib)
+        needed = _both(node, own, needed)
     state.jobs[job].held_nodes[node.id] = None
     state.scratch.moved[job] = None
-    node.holdings[job] = Holding(gpus=gpus, cpus_milli=cpus_milli, memory_mib=memory_mib)
-    note_held(state, job, node.holdings[job], 1)
-    node.free_gpus = tuple([g for g in node.free_gpus if g not in gpus])
-    node.free_cpus_milli -= cpus_milli
-    node.free_memory_mib -= memory_mib
+    node.holdings[job] = needed
+    note_held(state, job, needed, 1)
+    node.free_gpus = tuple([g for g in node.free_gpus if g not in needed.gpus])
+    _take_shares(node, needed.shares)
+    node.free_cpus_milli -= needed.cpus_milli
+    node.free_memory_mib -= needed.memory_mib
     _touch_node(state, node, index)
+
+
+def _both(node: Node, old: Holding, new: Holding) -> Holding:
+    """Return what holds two generations of a gang, of which the younger starts where the older has ended."""
+    gpus = {*old.gpus, *new.gpus}
+    memory = {gpu.index: gpu.memory_mib for gpu in node.registration.gpus}
+    shares: dict[int, GpuUse] = {}
+    for use in (*old.shares, *new.shares):
+        other = shares.get(use.gpu)
+        if other is not None:
+            larger = max(other, use, key=lambda u: u.amount(memory.get(u.gpu, 0)))
+            mig = tuple(sorted({*other.mig, *use.mig}))
+            use = GpuUse(use.gpu, larger.milli, larger.memory_mib, mig, max(other.charged, use.charged))
+        shares[use.gpu] = use
+    return Holding(
+        gpus=tuple(sorted(gpus)), cpus_milli=max(old.cpus_milli, new.cpus_milli), memory_mib=max(old.memory_mib, new.memory_mib),
+        shares=tuple(shares[gpu] for gpu in sorted(shares) if gpu not in gpus),
+    )  # fmt: skip
+
+
+def _take_shares(node: Node, shares: tuple[GpuUse, ...]) -> None:
+    for use in shares:
+        there = node.parted.get(use.gpu)
+        node.parted[use.gpu] = there.plus(use) if there is not None else use
+        if there is None:
+            node.free_gpus = tuple([g for g in node.free_gpus if g != use.gpu])
 
 
 def _give_back(state: State, node: Node, job: str) -> None:
@@ -684,9 +761,17 @@ def _give_back(state: State, node: Node, job: str) -> None:
     note_held(state, job, held, -1)
     del state.jobs[job].held_nodes[node.id]
     state.scratch.moved[job] = None
-    if held.gpus:
+    freed = list(held.gpus)
+    for use in held.shares:
+        left = node.parted[use.gpu].minus(use)
+        if left:
+            node.parted[use.gpu] = left
+        else:
+            del node.parted[use.gpu]
+            freed.append(use.gpu)
+    if freed:
         usable = {g.index for g in node.registration.gpus if g.healthy}
-        node.free_gpus = tuple(sorted([*node.free_gpus, *(g for g in held.gpus if g in usable)]))
+        node.free_gpus = tuple(sorted([*node.free_gpus, *(g for g in freed if g in usable)]))
     node.free_cpus_milli += held.cpus_milli
     node.free_memory_mib += held.memory_mib
 
@@ -703,13 +788,11 @@ def _gone(state: State, node: Node, job: Job, index: int, at_ms: int) -> None:
 def _shrink(state: State, job: Job, node_id: str, index: int) -> None:
     """The older generation is gone from the node: the gang holds there what its present part needs."""
     node = state.nodes[node_id]
-    ranks = job.parts[node_id].ranks.values()
-    gpus = tuple(sorted(g for r in ranks for g in r.gpus))
-    cpus, memory = roles.of_ranks(job.spec, [r.leaf for r in ranks])
+    needed = _needed(job, job.parts[node_id].ranks.values())
     held = node.holdings.get(job.id)
-    if held is not None and (held.gpus, held.cpus_milli, held.memory_mib) != (gpus, cpus, memory):
+    if held is not None and msgspec.structs.replace(held, leaving_since=0) != needed:
         _give_back(state, node, job.id)
-        _hold(state, node, job.id, gpus, cpus, memory, index)
+        _hold(state, node, job.id, needed, index)
         _capacity(state)
 
 
@@ -731,7 +814,7 @@ def _leave(state: State, job: Job, node_id: str, index: int, over: bool = False)
     if node is None or holding is None or (holding.leaving_since and not over):
         return
     part = job.parts.get(node_id)
-    ended = part is not None and all(r.exited for r in part.ranks.values()) and not _elsewhere(part, holding)
+    ended = part is not None and all(r.exited for r in part.ranks.values()) and not _elsewhere(job, part, holding)
     if ended or (node.status == "lost" and (over or not holding.leaving_since)):
         _give_back(state, node, job.id)
         _capacity(state)
@@ -741,20 +824,23 @@ def _leave(state: State, job: Job, node_id: str, index: int, over: bool = False)
     _touch_node(state, node, index)
 
 
-def _elsewhere(part: Part, holding: Holding) -> bool:
+def _elsewhere(job: Job, part: Part, holding: Holding) -> bool:
     """The gang holds devices beyond those of its present part: an older generation may still be dying on them."""
-    return len(holding.gpus) != sum(len(r.gpus) for r in part.ranks.values())
+    needed = _needed(job, part.ranks.values())
+    return (holding.gpus, holding.shares) != (needed.gpus, needed.shares)
 
 
 def _count_free(node: Node) -> None:
     reg = node.registration
     held: set[int] = set()
+    node.parted = {}
     cpus, memory = reg.cpus_milli, reg.memory_mib
     for h in node.holdings.values():
         held.update(h.gpus)
+        _take_shares(node, h.shares)
         cpus -= h.cpus_milli
         memory -= h.memory_mib
-    node.free_gpus = tuple(g.index for g in reg.gpus if g.healthy and g.index not in held)
+    node.free_gpus = tuple(g.index for g in reg.gpus if g.healthy and g.index not in held and g.index not in node.parted)
     node.free_cpus_milli, node.free_memory_mib = cpus, memory
 
 

@@ -39,23 +39,29 @@ class GpuShare(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GpuUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is taken of one GPU that is not given whole: sums of shares and memory, and MIG instances in the order of their starts."""
+    """What is taken of one GPU that is not given whole: sums of shares and memory, and MIG instances in the order of their starts.
+
+    `charged` are the thousandths of GPUs that queues are charged for it.
+    """
 
     gpu: int
     milli: int = 0
     memory_mib: int = 0
     mig: tuple[MigSlice, ...] = ()
+    charged: int = 0
 
     def plus(self, other: GpuUse) -> GpuUse:
         """Return both together."""
-        return GpuUse(self.gpu, self.milli + other.milli, self.memory_mib + other.memory_mib, tuple(sorted((*self.mig, *other.mig))))
+        mig = tuple(sorted((*self.mig, *other.mig)))
+        return GpuUse(self.gpu, self.milli + other.milli, self.memory_mib + other.memory_mib, mig, self.charged + other.charged)
 
     def minus(self, other: GpuUse) -> GpuUse:
         """Return what is left of this without the other, which is part of it."""
         mig = list(self.mig)
         for one in other.mig:
             mig.remove(one)
-        return GpuUse(self.gpu, self.milli - other.milli, self.memory_mib - other.memory_mib, tuple(mig))
+        left = (self.milli - other.milli, self.memory_mib - other.memory_mib, tuple(mig), self.charged - other.charged)
+        return GpuUse(self.gpu, *left)
 
     def __bool__(self) -> bool:
         return bool(self.milli or self.memory_mib or self.mig)
@@ -82,11 +88,13 @@ def uses_of(gpus: tuple[int, ...], share: GpuShare | None) -> list[GpuUse]:
         return []
     if not share.mig:
         milli = 0 if share.memory_mib else share.milli
-        return [GpuUse(gpu, milli, share.memory_mib) for gpu in gpus]
+        return [GpuUse(gpu, milli, share.memory_mib, (), share.milli) for gpu in gpus]
     by_gpu: dict[int, list[MigSlice]] = {}
     for one in share.mig:
         by_gpu.setdefault(one.gpu, []).append(one)
-    return [GpuUse(gpu, 0, 0, tuple(sorted(some))) for gpu, some in sorted(by_gpu.items())]
+    return [
+        GpuUse(gpu, 0, 0, tuple(sorted(some)), sum(mig_gpus(one.profile) * GPU for one in some)) for gpu, some in sorted(by_gpu.items())
+    ]
 
 
 def charged_milli(gpus: tuple[int, ...], share: GpuShare | None) -> int:

@@ -31,7 +31,7 @@ def project_gang(job: Job, node: str) -> DesiredGang:
         job=job.id,
         generation=job.generation,
         phase="run" if job.released or not barrier else "prepare",
-        ranks=tuple(DesiredRank(r, i, rank.gpus, rank.generation) for i, (r, rank) in enumerate(part.ranks.items())),
+        ranks=tuple(DesiredRank(r, i, rank.gpus, rank.generation, rank.share) for i, (r, rank) in enumerate(part.ranks.items())),
         world_size=job.world_size,
         node_rank=list(job.parts).index(node),
         nodes=len(job.parts),

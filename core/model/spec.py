@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from gangline.core.model.gpushares import GPU, mig_gpus, share_of_memory
 from gangline.core.model.topologies import DEFAULT_TOPOLOGY
 
 
@@ -23,7 +24,7 @@ class Gang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Resources(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What one rank holds for itself."""
+    """What one rank holds for itself. At most one of `gpus`, `gpu_share_milli`, `gpu_memory_mib` and `mig` is given."""
 
     #: whole GPUs
     gpus: int = 0
@@ -31,6 +32,33 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     gpu_models: tuple[str, ...] = ()
     cpus_milli: int = 1000
     memory_mib: int = 0
+    #: thousandths of one GPU
+    gpu_share_milli: int = 0
+    #: of the memory of one GPU
+    gpu_memory_mib: int = 0
+    #: MIG profile (core/model/gpufacts.py), and how many instances of it
+    mig: str = ""
+    mig_count: int = 0
+    #: the ranks of a gang may be on GPUs of different models
+    gpu_model_mix: bool = False
+
+    @property
+    def wants_gpus(self) -> bool:
+        """Whether it asks for GPUs, or parts of them, at all."""
+        return bool(self.gpus or self.gpu_share_milli or self.gpu_memory_mib or self.mig)
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether it asks for a part of one GPU, on which others may have parts too, MIG instances apart."""
+        return bool(self.gpu_share_milli or self.gpu_memory_mib)
+
+    def charged_milli(self, device_memory_mib: int = 0) -> int:
+        """Return the thousandths of GPUs that a queue is charged for one rank; memory counts as its part of a device with so much, 0: not."""
+        if self.mig:
+            return self.mig_count * mig_gpus(self.mig) * GPU
+        if self.gpu_memory_mib:
+            return share_of_memory(self.gpu_memory_mib, device_memory_mib) if device_memory_mib else 0
+        return self.gpu_share_milli or self.gpus * GPU
 
 
 class TopologyRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

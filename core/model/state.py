@@ -23,6 +23,7 @@ import msgspec
 
 from gangline.core.model.documents import Registration, RestartNotice, StopNotice
 from gangline.core.model.events import Outcome
+from gangline.core.model.gpushares import GpuShare, GpuUse
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.roles import full, placed
 from gangline.core.model.spec import JobSpec
@@ -45,6 +46,8 @@ class Rank(msgspec.Struct, omit_defaults=True, gc=False):
     generation: int
     #: index of its leaf (core/model/roles.py)
     leaf: int = 0
+    #: what it has of its GPUs, None: the whole of each
+    share: GpuShare | None = None
     started: bool = False
     exited: bool = False
     #: exit status, or -N for signal N
@@ -192,9 +195,12 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
 class Holding(msgspec.Struct, omit_defaults=True, gc=False):
     """What one job holds on one node, its dying ranks included."""
 
+    #: whole ones
     gpus: tuple[int, ...]
     cpus_milli: int
     memory_mib: int
+    #: parts of others, by GPU
+    shares: tuple[GpuUse, ...] = ()
     #: index of the entry since which the node should have none of it, 0 while it is wanted
     leaving_since: int = 0
 
@@ -213,7 +219,10 @@ class Node(msgspec.Struct, omit_defaults=True, gc=False):
     reason: str = ""
     #: by job, in order of placement
     holdings: dict[str, Holding] = {}
+    #: GPUs of which nothing is held
     free_gpus: tuple[int, ...] = ()
+    #: what is held of GPUs that are shared or partitioned
+    parted: dict[int, GpuUse] = {}
     free_cpus_milli: int = 0
     free_memory_mib: int = 0
     #: index of the last entry that changed it

@@ -25,7 +25,7 @@ import msgspec
 
 from gangline.core.model.queues import QueueTree
 
-#: GPUs, thousandths of CPUs, MiB of memory
+#: thousandths of GPUs and of CPUs, MiB of memory
 Held = tuple[int, int, int]
 #: the same, times seconds
 Used = tuple[float, float, float]

@@ -141,7 +141,7 @@ def _place_again(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
             message="a node of the gang is being drained, so it restarts elsewhere",
         )  # fmt: skip
     parts = tuple(
-        ev.PlacedPart(node, tuple(ev.PlacedRank(n, r.gpus) for n, r in part.ranks.items())) for node, part in job.parts.items()
+        ev.PlacedPart(node, tuple(ev.PlacedRank(n, r.gpus, r.share) for n, r in part.ranks.items())) for node, part in job.parts.items()
     )
     return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=parts, reason="restart in place", role_sizes=job.role_sizes)
 
