@@ -235,6 +235,16 @@ CODES: dict[str, tuple[str, str, str]] = {
         "Work that cannot be preempted may only use quota, and what is left of it is too little.",
         "Submit it with preemptible: true, wait until others have ended, or have the quota raised.",
     ),
+    "no_one_model": (
+        "enough GPUs are free, but not of one model",
+        "All ranks of a role are on GPUs of one model, since the slowest sets the pace of all, and no model has room for all of them.",
+        "Wait, ask for fewer ranks, or allow several models by resources.gpu_model_mix: true.",
+    ),
+    "not_enough_mig": (
+        "too little room for MIG instances",
+        "The gang needs more instances of its MIG profile than idle GPUs, and the rest of GPUs that are partitioned already, have room for.",
+        "Ask for fewer or smaller instances by resources.mig, or wait: GPUs that others have whole or share can be partitioned when they idle.",
+    ),
     "no_domain_fits": (
         "no single domain of the topology has room",
         "All ranks must be in one domain of the level that the job requires, and none has room for all of them.",

@@ -12,7 +12,7 @@ taken back, and comes in again through the events that it becomes.
     what is held beyond the present placement     a job of its own without a claim to anything, whose ranks are leaving
 
 The topologies of the world are those declared beside the queues; before any is declared, the well-known levels whose labels all of its nodes
-carry (core/model/topologies.py). What a job asks of them takes the place of what it would get unasked: one GPU model for all its ranks.
+carry (core/model/topologies.py). Whatever a job asks of them, the ranks of each role are on GPUs of one model, unless it allows several.
 
 The roles of a job (core/model/roles.py) are the podsets of its tree in the world, and their groups are its sets. With `ranks_per_node`, all
 ranks of a role on a node are one *unit*: they are placed together, and the world counts them as one rank.
@@ -20,24 +20,30 @@ ranks of a role on a node are one *unit*: they are placed together, and the worl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-from gangline.core.model.documents import Registration
+from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import PlacedPart, PlacedRank
+from gangline.core.model.gpufacts import MIG_LAYOUTS, MigLayout
+from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.queues import QueueSpec as DeclaredQueue
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.roles import Group, Leaf, Sizes, leaves, of_ranks, recorded, tree
 from gangline.core.model.spec import TopologyRequest
 from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import Node as StateNode
+from gangline.core.model.state import Rank as StateRank
 from gangline.core.model.state import State
 from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_name
 from gangline.core.model.usage import usage_of, usage_of_users
 from gangline.core.policy.gangs import Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
+from gangline.core.policy.handout import placed_devices
+from gangline.core.policy.migplan import most
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.queues import QueueSpec
+from gangline.core.policy.refusals import MODEL_LEVEL as _MODEL_LABEL
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, Affinity, Request
 from gangline.core.policy.world import Options, World
@@ -49,9 +55,10 @@ MIN_RUNTIME_S = 60.0
 #: pods are not counted here; a node that takes no new ranks is short of so many
 _PODS = 1 << 20
 _CLOSED = 1 << 30
+#: more GPUs than there can be
+_NEVER = 1 << 30
 #: topology whose domains are the GPU models, in clusters that have several; no declared one can have this name
 _MODELS = "gangline/gpu-models"
-_MODEL_LABEL = "gangline/gpu-model"
 
 
 class _Ranks(NamedTuple):
@@ -183,9 +190,11 @@ class Mirror:
             self._registrations[node.id] = node.registration
             usable = tuple(g for g in node.registration.gpus if g.healthy)
             self._gpus[node.id] = tuple(g.index for g in usable)
+            links = tuple(g.links for g in usable)
             self._specs[node.id] = NodeSpec(
                 node.id, gpus=len(usable), gpu_memory_mib=min((g.memory_mib for g in usable), default=0), cpu_milli=node.registration.cpus_milli,
-                memory_bytes=node.registration.memory_mib * _MIB, max_pods=_PODS,
+                memory_bytes=node.registration.memory_mib * _MIB, max_pods=_PODS, mig_layout=_layout(usable),
+                links=links if len(set(links)) > 1 and len({len(path) for path in links}) == 1 else (),
                 labels={**node.registration.labels, NODE_LEVEL: node.id, _MODEL_LABEL: _model(node)},
             )  # fmt: skip
 
@@ -286,7 +295,7 @@ class Mirror:
             message = f"its ranks may still run on {', '.join(away)}, which cannot be reached, and it says on_disconnect: keep"
             return Refusal("ranks_may_run", message)
         for leaf in leaves(job.spec):
-            models = leaf.resources.gpu_models if leaf.resources.gpus else ()
+            models = leaf.resources.gpu_models
             if models and not any(_model(n) in models for n in self._nodes.values()):
                 self._choosy[job.id] = None
                 return Refusal("no_such_model", f"no node that is up has a GPU of model {' or '.join(models)}")
@@ -307,14 +316,13 @@ class Mirror:
         rank_state = RankState.RELEASING if job.state == "preempting" else RankState.RUNNING
         held: dict[int, list[tuple[RankState, Place | None]]] = {}
         for node_id, part in job.parts.items():
-            by_leaf: dict[int, list[tuple[int, ...]]] = {}
+            by_leaf: dict[int, list[StateRank]] = {}
             for rank in part.ranks.values():
-                by_leaf.setdefault(rank.leaf, []).append(rank.gpus)
-            for at, gpus_of in by_leaf.items():
+                by_leaf.setdefault(rank.leaf, []).append(rank)
+            for at, some in by_leaf.items():
                 unit = leaves(job.spec)[at].unit
-                for first in range(0, len(gpus_of), unit):
-                    gpus = [g for gpus in gpus_of[first : first + unit] for g in gpus]
-                    held.setdefault(at, []).append((rank_state, self._place(node_id, gpus)))
+                for first in range(0, len(some), unit):
+                    held.setdefault(at, []).append((rank_state, self._place_of(node_id, some[first : first + unit])))
         ranks: list[_Ranks] = []
 
         def podset(leaf: Leaf) -> Podset:
@@ -337,17 +345,41 @@ class Mirror:
             holding = state.nodes[node_id].holdings[job.id]
             part = job.parts.get(node_id) if placed else None
             ranks = part.ranks.values() if part is not None else ()
-            used = {g for r in ranks for g in r.gpus}
+            used = {g for r in ranks if r.share is None for g in r.gpus}
             own_cpus, own_memory = of_ranks(job.spec, [r.leaf for r in ranks])
             gpus = [g for g in holding.gpus if g not in used and g in self._gpus[node_id]]
             cpus, memory = holding.cpus_milli - own_cpus, holding.memory_mib - own_memory
+            # Nobody can tell when a gang that is kept on a lost node, or restarts, gives its place up.
+            kind = RankState.RELEASING if holding.leaving_since else RankState.STUCK
+            podset = Podset("ranks", 0)
+            there: list[_Ranks] = []
             if gpus or cpus > 0 or memory > 0:
                 request = Request(count=len(gpus), milli=GPU, cpu_milli=max(0, cpus), memory_bytes=max(0, memory) * _MIB)
-                # Nobody can tell when a gang that is kept on a lost node, or restarts, gives its place up.
-                kind = RankState.RELEASING if holding.leaving_since else RankState.STUCK
-                podset = Podset("ranks", 0)
-                ranks_there = [_Ranks(podset, self.world.intern(request), [(kind, self._place(node_id, gpus))])]
-                self._introduce(state, job, f"{job.id}@{node_id}", PodsetGroup("", None, [podset]), ranks_there)
+                there.append(_Ranks(podset, self.world.intern(request), [(kind, self._place(node_id, gpus))]))
+            for request, place in self._shares_left(node_id, holding.shares, ranks):
+                there.append(_Ranks(podset, self.world.intern(request), [(kind, place)]))
+            if there:
+                self._introduce(state, job, f"{job.id}@{node_id}", PodsetGroup("", None, [podset]), there)
+
+    def _shares_left(self, node_id: str, held: tuple[GpuUse, ...], ranks: Collection[StateRank]) -> Iterator[tuple[Request, Place]]:
+        """Return what is held of shared and partitioned GPUs beyond what some ranks have of them, each as a request in its place."""
+        own: dict[int, GpuUse] = {}
+        for use in (use for r in ranks for use in uses_of(r.gpus, r.share)):
+            own[use.gpu] = own[use.gpu].plus(use) if use.gpu in own else use
+        positions, node = self._positions(node_id), self.world.node_by_name[node_id]
+        for use in held:
+            at, mine = positions.get(use.gpu), own.get(use.gpu, GpuUse(use.gpu))
+            if at is None:
+                continue
+            if use.milli > mine.milli:
+                milli = use.milli - mine.milli
+                yield Request(count=1, milli=milli), Place(node, (at,), milli)
+            if use.memory_mib > mine.memory_mib:
+                request = Request(count=1, milli=0, memory_mib=use.memory_mib - mine.memory_mib)
+                yield request, Place(node, (at,), request.milli_on(node.spec.gpu_memory_mib))
+            for one in use.mig if node.spec.mig_layout is not None else ():
+                if one not in mine.mig:
+                    yield Request(mig=((one.profile, 1),)), Place(node, (at,), 0, (), ((at, one.start, one.profile),))
 
     def _introduce(self, state: State, job: StateJob, name: str, root: PodsetGroup, ranks: list[_Ranks]) -> Job:
         spec = job.spec
@@ -379,15 +411,27 @@ class Mirror:
                 members.append(self._set(job, member, podset, whole, asked))
             else:
                 leaf = podset(member)
-                leaf.constraint = _constraint(member.topology) or (None if asked else self._one_model(job, member))
+                leaf.constraint, model = _constraint(member.topology), self._one_model(job, member, asked)
+                if leaf.constraint is None:
+                    leaf.constraint = model
+                elif model is not None:
+                    members.append(PodsetGroup(leaf.name, None, [leaf], model))
+                    continue
                 members.append(leaf)
         needed = None if whole or group.needed == len(members) else group.needed
         return PodsetGroup(group.path, needed, members, _constraint(group.topology))
 
-    def _one_model(self, job: StateJob, leaf: Leaf) -> Constraint | None:
-        """Ranks that ask for no topology are kept on one GPU model where the cluster has several: the slowest device sets the pace of all."""
-        several = len(self._by_model) > 1 and leaf.resources.gpus and leaf.gang.ranks > 1 and job.state == "queued"
-        return Constraint(_MODELS, "", _MODEL_LABEL) if several else None
+    def _one_model(self, job: StateJob, leaf: Leaf, asked: bool) -> Constraint | None:
+        """Ranks are kept on one GPU model where the cluster has several, since the slowest device sets the pace of all.
+
+        Where several are allowed (`gpu_model_mix`), one is a preference, if nothing else is asked for.
+        """
+        res = leaf.resources
+        if len(self._by_model) < 2 or not res.wants_gpus or leaf.gang.ranks == 1 or job.state != "queued" or len(res.gpu_models) == 1:
+            return None
+        if not res.gpu_model_mix:
+            return Constraint(_MODELS, _MODEL_LABEL, "")
+        return None if asked or leaf.topology else Constraint(_MODELS, "", _MODEL_LABEL)
 
     def _request(self, job: StateJob, leaf: Leaf, now_ms: int, anywhere: bool = False) -> Request:
         res, unit = leaf.resources, leaf.unit
@@ -398,8 +442,9 @@ class Mirror:
         if unit > 1 and not anywhere and self._could_share(unit, res.gpus):
             apart = Affinity((("gangline/gang", f"{job.id}/{leaf.index}"),), repel="hostname")
         request = Request(
-            count=unit * res.gpus, milli=GPU, cpu_milli=unit * res.cpus_milli, memory_bytes=unit * res.memory_mib * _MIB,
-            nodes=nodes, affinity=apart,
+            count=unit if res.shares_gpu else unit * res.gpus, milli=res.gpu_share_milli or (0 if res.gpu_memory_mib else GPU),
+            memory_mib=res.gpu_memory_mib, stacked=res.shares_gpu and unit > 1, mig=((res.mig, unit * res.mig_count),) if res.mig else (),
+            cpu_milli=unit * res.cpus_milli, memory_bytes=unit * res.memory_mib * _MIB, nodes=nodes, affinity=apart,
         )  # fmt: skip
         return self.world.intern(request)
 
@@ -429,12 +474,24 @@ class Mirror:
 
     def _models(self, leaf: Leaf) -> tuple[str, ...]:
         """The first model of the list of which enough is free for all of the ranks; all of them while there is none."""
-        res = leaf.resources
-        models = res.gpu_models if res.gpus else ()
+        models = leaf.resources.gpu_models
         if len(models) < 2:
             return models
-        need, free = leaf.gang.ranks * res.gpus, self._free_by_model()
-        return next(((model,) for model in models if free.get(model, 0) >= need), models)
+        free = self._free_by_model()
+        return next(((model,) for model in models if free.get(model, 0) >= self._devices_for(leaf, model)), models)
+
+    def _devices_for(self, leaf: Leaf, model: str) -> int:
+        """Return how many free GPUs of a model hold all ranks of a leaf; GPUs that are shared or partitioned already are not counted on."""
+        res, ranks = leaf.resources, leaf.gang.ranks
+        if res.mig:
+            layout = MIG_LAYOUTS.get(model)
+            each = most(layout, (), res.mig) if layout is not None else 0
+            return -(-ranks * res.mig_count // each) if each else _NEVER
+        if res.shares_gpu:
+            smallest = min((s.gpu_memory_mib for s in self._specs.values() if s.labels[_MODEL_LABEL] == model), default=0)
+            each = GPU // max(1, res.charged_milli(smallest))
+            return -(-ranks // each) if each else _NEVER
+        return ranks * res.gpus
 
     def _free_by_model(self) -> dict[str, int]:
         """Free GPUs on nodes that take new ranks; counted anew when something on a node has changed."""
@@ -447,10 +504,23 @@ class Mirror:
             self._free = (version, free)
         return self._free[1]
 
-    def _place(self, node_id: str, gpus: Iterable[int]) -> Place:
-        positions = {g: at for at, g in enumerate(self._gpus[node_id])}
+    def _positions(self, node_id: str) -> dict[int, int]:
+        return {g: at for at, g in enumerate(self._gpus[node_id])}
+
+    def _place(self, node_id: str, gpus: Iterable[int], milli: int = GPU) -> Place:
+        positions = self._positions(node_id)
         devices = tuple(sorted(positions[g] for g in gpus if g in positions))
-        return Place(self.world.node_by_name[node_id], devices, GPU)
+        return Place(self.world.node_by_name[node_id], devices, milli)
+
+    def _place_of(self, node_id: str, ranks: list[StateRank]) -> Place:
+        """Return where ranks of one leaf are that make one unit."""
+        share = ranks[0].share
+        if share is None or not share.mig:
+            return self._place(node_id, (g for r in ranks for g in r.gpus), GPU if share is None else share.milli)
+        positions, node = self._positions(node_id), self.world.node_by_name[node_id]
+        instances = (one for r in ranks if r.share is not None for one in r.share.mig)
+        slots = tuple(sorted((positions[one.gpu], one.start, one.profile) for one in instances if one.gpu in positions))
+        return Place(node, tuple(dict.fromkeys(slot[0] for slot in slots)), 0, (), slots if node.spec.mig_layout is not None else ())
 
     # ---------------------------------------------------------------- what a session's places mean
 
@@ -467,13 +537,11 @@ class Mirror:
         number = 0
         for leaf, topology in _with_topologies(tree(job.spec), job.spec.topology.name):
             by_node = by_path.get(leaf.path, {})
-            before, per_rank = number, leaf.resources.gpus
+            before = number
             for node_id in sorted(by_node, key=lambda n: self._way_to(n, topology)):
-                gpus = sorted(self._gpus[node_id][d] for place in by_node[node_id] for d in place.devices)
-                count = leaf.unit * len(by_node[node_id])
-                ranks = (PlacedRank(number + i, tuple(gpus[i * per_rank : (i + 1) * per_rank])) for i in range(count))
-                parts.setdefault(node_id, []).extend(ranks)
-                number += count
+                got = placed_devices(leaf, by_node[node_id], self._gpus[node_id])
+                parts.setdefault(node_id, []).extend(PlacedRank(number + i, gpus, share) for i, (gpus, share) in enumerate(got))
+                number += len(got)
             sizes.append(number - before)
         # The ranks of a node ascend, since the roles come in their order; and nodes come in the order of their first ranks.
         return Placement(tuple(PlacedPart(node, tuple(ranks)) for node, ranks in parts.items()), recorded(job.spec, tuple(sizes)))
@@ -497,6 +565,12 @@ def _with_topologies(group: Group, name: str) -> Iterator[tuple[Leaf, str]]:
 
 def _constraint(asked: TopologyRequest) -> Constraint | None:
     return Constraint(asked.name, asked.required, asked.preferred) if asked else None
+
+
+def _layout(gpus: tuple[Gpu, ...]) -> MigLayout | None:
+    """Return into what the GPUs of a node can be partitioned: None unless it is the same for all of them."""
+    names = {g.mig for g in gpus}
+    return MIG_LAYOUTS.get(next(iter(names))) if len(names) == 1 else None
 
 
 def _model(node: StateNode) -> str:

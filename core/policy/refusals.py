@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gangline.core.policy import migplan
 from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.predicates import right_kind
 from gangline.core.policy.requests import GPU, RESOURCES, Request, Vector, add, mig_gpus
 from gangline.core.policy.world import World
+
+
+#: label of a node that says of which model its GPUs are; no declared topology can have it as a level
+MODEL_LEVEL = "gangline/gpu-model"
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,12 @@ def no_domain(need: int, level: str, domains: int, best: int) -> Refusal:
     return Refusal("no_domain_fits", message, {"ranks": need}, {"ranks": best, "domains": domains})
 
 
+def no_one_model(need: int, models: int, best: int) -> Refusal:
+    """There are GPUs for so many ranks, but not of one model."""
+    message = f"needs GPUs of one model for {need} ranks; of {models} models that are free there is room for {best} at most"
+    return Refusal("no_one_model", message, {"ranks": need}, {"ranks": best})
+
+
 def no_domain_for_roles(need: Vector, level: str, best: Vector, domains: int) -> Refusal:
     """No single domain of the level holds ranks of several kinds; `best` is what is free in the one that comes nearest."""
     where = f"in one domain of {level}; the best of {domains} has"
@@ -96,6 +107,10 @@ def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node])
     fitting = [n for n in fitting if not (request.count or request.mig or request.legacy_mig) or right_kind(n, request)]
     if not fitting:
         return Refusal("no_such_device", "no node gives devices of the kind that it asks for", {}, {"nodes": len(nodes)})
+    if request.mig and world.partitions:
+        short = _short_of_instances(rank, ranks, fitting)
+        if short is not None:
+            return short
     gpus = sum(max(0, n.later_milli) for n in fitting) + _mig_room(request, fitting)
     free = (gpus, sum(max(0, n.cpu_later) for n in fitting), sum(max(0, n.memory_later) for n in fitting))
     return _short(request, need, add(free, found))
@@ -122,8 +137,22 @@ def amount(resource: int, value: int) -> str:
     return f"{value / 1000:g} CPUs" if resource == 1 else f"{value / (1 << 30):.3g} GiB of memory"
 
 
+def _short_of_instances(rank: Rank, ranks: list[Rank], nodes: list[Node]) -> Refusal | None:
+    """Of which profile there is too little room in all; None when there is enough."""
+    rest = [r for r in ranks if not r.counts]
+    for profile, _ in rank.request.mig:
+        need = sum(count for r in rest for p, count in r.request.mig if p == profile)
+        have = sum(migplan.count(node, profile) for node in nodes)
+        if need > have:
+            found = sum(count for r in ranks if r.counts for p, count in r.request.mig if p == profile)
+            message = f"needs {need + found} MIG instances of {profile}; there is room for {have + found} on GPUs that are idle, or soon so"
+            return Refusal("not_enough_mig", message, {"instances": need + found}, {"instances": have + found})
+    return None
+
+
 def _mig_room(request: Request, nodes: list[Node]) -> int:
-    return sum(n.mig_later.get(p, 0) * mig_gpus(p) * GPU for n in nodes for p, _ in request.mig)
+    """What the nodes have room for of the profiles, in thousandths of GPUs of quota."""
+    return sum(migplan.count(n, p) * mig_gpus(p) * GPU for n in nodes for p, _ in request.mig)
 
 
 def _words(request: Request) -> str:

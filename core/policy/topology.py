@@ -108,6 +108,12 @@ def _tiers(
 
 
 def _no_domain(world: World, ranks: list[Rank], level: str, domains: list[list[Node]]) -> Refusal:
+    if level == refusals.MODEL_LEVEL:
+        counts = [_count(ranks[0].request, some) for some in domains]
+        if sum(counts) < len(ranks):  # of all models together there is too little
+            return refusals.does_not_fit(world, ranks[0], ranks, world.nodes)
+        unit = ranks[0].podset.unit
+        return refusals.no_one_model(_number(ranks), sum(1 for c in counts if c), max(counts) * unit)
     if all(r.request is ranks[0].request for r in ranks):
         best = max((_count(ranks[0].request, some) for some in domains), default=0)
         return refusals.no_domain(_number(ranks), level, len(domains), best * ranks[0].podset.unit)
