@@ -244,7 +244,7 @@ def number(low: float, high: int) -> Reader:
     return read
 
 
-def hundredths(low: float, high: int) -> Reader:
+def hundredths(low: float, high: float) -> Reader:
     """Read a number to the hundredth; return its thousandths."""
     rule = f"a number from {low:g} to {high:,}, to the hundredth"
 

@@ -15,7 +15,6 @@ from gangline.core.policy.predicates import right_kind
 from gangline.core.policy.requests import GPU, RESOURCES, Request, Vector, add, mig_gpus
 from gangline.core.policy.world import World
 
-
 #: label of a node that says of which model its GPUs are; no declared topology can have it as a level
 MODEL_LEVEL = "gangline/gpu-model"
 
@@ -74,7 +73,7 @@ def no_domain(need: int, level: str, domains: int, best: int) -> Refusal:
 
 def no_one_model(need: int, models: int, best: int) -> Refusal:
     """There are GPUs for so many ranks, but not of one model."""
-    message = f"needs GPUs of one model for {need} ranks; of {models} models that are free there is room for {best} at most"
+    message = f"needs GPUs of one model for {need} ranks; the best of {models} models has room for {best}"
     return Refusal("no_one_model", message, {"ranks": need}, {"ranks": best})
 
 

@@ -817,13 +817,19 @@ def test_without_nodes_the_topology_is_not_to_blame() -> None:
     assert refusal(c, "x")[0] == refusal(c, "y")[0] == "no_nodes"
 
 
-def test_a_topology_replaces_the_wish_for_one_model() -> None:
+def test_one_model_is_kept_inside_a_topology_unless_several_are_allowed() -> None:
     c = Cluster()
     for n, model, rack in (("n1", "H100", "a"), ("n2", "A100", "a"), ("n3", "H100", "b")):
         c.join(n, model=model, rack=rack)
     c.submit("x", ranks=16, topology=TopologyRequest(required="rack"))
+    c.submit("y", ranks=20)
     c.cycle()
-    assert racks_of(c, "x") == ["a", "a"]
+    assert refusal(c, "x") == ("no_one_model", {"ranks": 16}, {"ranks": 8})
+    assert refusal(c, "y") == ("no_one_model", {"ranks": 20}, {"ranks": 16})
+    mixed = Resources(gpus=1, cpus_milli=100, gpu_model_mix=True)
+    c.submit("z", ranks=16, topology=TopologyRequest(required="rack"), resources=mixed)
+    c.cycle()
+    assert racks_of(c, "z") == ["a", "a"]
 
 
 def test_levels_come_and_go_with_the_labels_of_the_nodes() -> None:
