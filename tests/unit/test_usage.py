@@ -188,8 +188,8 @@ def test_a_state_that_was_stored_before_usage_was_counted() -> None:
     s.hold("x", "top/a", "ann", 2)
     s.c.state.usage = Usage()
     state = load_state(dump_state(s.c.state))
-    assert state.usage.queues["top/a"].held[0] == 2
-    assert state.usage.clocks[HOUR_MS].held[0] == 8
+    assert state.usage.queues["top/a"].held[0] == 2_000
+    assert state.usage.clocks[HOUR_MS].held[0] == 8_000
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -225,12 +225,12 @@ def test_accounts_hold_what_the_nodes_say(seed: int) -> None:
         for path, account in state.usage.queues.items():
             held = [(h, state.jobs[j].spec.queue) for n in state.nodes.values() for j, h in n.holdings.items()]
             mine = [h for h, queue in held if queue == path or queue.startswith(path + "/")]
-            assert account.held == (sum(len(h.gpus) for h in mine), sum(h.cpus_milli for h in mine), sum(h.memory_mib for h in mine))
+            assert account.held == (sum(1_000 * len(h.gpus) for h in mine), sum(h.cpus_milli for h in mine), sum(h.memory_mib for h in mine))
             assert all(used >= 0 for used in account.used)
         for path in state.usage.queues:
             assert (s.usage(path) or 0.0) <= 1.0 + 1e-9 or any(n.status == "lost" and n.holdings for n in state.nodes.values())
         up = [n for n in state.nodes.values() if n.status == "up"]
-        assert all(clock.held[0] == 8 * len(up) for clock in state.usage.clocks.values())
+        assert all(clock.held[0] == 8_000 * len(up) for clock in state.usage.clocks.values())
         assert dump_state(load_state(dump_state(state))) == dump_state(state)
 
 
