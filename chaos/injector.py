@@ -138,11 +138,14 @@ def observe(cluster: Cluster) -> View:
 
 
 def running_ranks(node: str, folder: Path) -> Iterator[RankProcess]:
-    """Yield the ranks that a node's status files speak of and that, or whose supervisors, are alive."""
+    """Yield the ranks that have not ended by a node's status files and that, or whose supervisors, are alive."""
     boot_id = rankfile.boot_id()
     for status in stored_statuses(folder / "runs"):
         rank = _rank_process(node, status)
-        if status.boot_id == boot_id and (alive(rank.supervisor) or (rank.process is not None and alive(rank.process))):
+        # The supervisor of one that has ended may be that of another by now.
+        if status.boot_id != boot_id or status.state == "exited":
+            continue
+        if alive(rank.supervisor) or (rank.process is not None and alive(rank.process)):
             yield rank
 
 

@@ -1,7 +1,8 @@
-"""The process that forks supervisors: a bare interpreter with few imports, so that a fork is cheap. Run by `launcher.py`.
+"""The process that forks the supervisors of ranks: a bare interpreter with few imports, so that a fork is cheap. Run by `launcher.py`.
 
 Reads requests from the socket on standard input (4 bytes of length with at most one file descriptor beside them, then a marshalled
-dictionary: from the agent alone, and by the same interpreter) and ends when the agent does. What it has started lives on.
+dictionary: from the agent alone, and by the same interpreter), hands each to a worker (`workers.py`), and ends when the agent does. What it
+has started lives on.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import mmap
 import os
 import signal
 import socket
+import struct
 
 from gangline.nodeagent import kernel, rankfile, supervisor
+from gangline.nodeagent.workers import IDLE_S, Workers
 
 
 def main(state_dir: str, nice: int) -> None:
@@ -23,6 +26,8 @@ def main(state_dir: str, nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     requests = socket.socket(fileno=0)
     os.set_inheritable(requests.fileno(), False)
+    # Not settimeout: that would ask the kernel twice for each request.
+    requests.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("=qq", int(IDLE_S), 0))
     devnull = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     shared = supervisor.Shared(_map_fence(), devnull, rankfile.open_hints())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors that end are not waited for
@@ -31,8 +36,16 @@ def main(state_dir: str, nice: int) -> None:
     # No collection: it would touch every page that is shared with the supervisors, and there is nothing to collect.
     gc.disable()
     gc.freeze()
-    while (request := _receive(requests)) is not None:
-        _fork(request, shared, requests)
+    workers = Workers(shared, requests)
+    while (received := _receive(requests, workers)) is not None:
+        body, port_fd = received
+        try:
+            workers.give(body, port_fd)
+        except OSError as e:
+            _report(marshal.loads(body), shared, e)
+        if port_fd >= 0:
+            # The worker has it: the reserved rendezvous port stays open there for as long as the rank lives.
+            os.close(port_fd)
     os._exit(0)
 
 
@@ -44,37 +57,27 @@ def _map_fence() -> mmap.mmap:
         os.close(fd)
 
 
-def _receive(requests: socket.socket) -> supervisor.Request | None:
-    head, fds, _, _ = socket.recv_fds(requests, 4, 1)
+def _receive(requests: socket.socket, workers: Workers) -> tuple[bytes, int] | None:
+    """Return the next request and the descriptor of its port or -1; None when the agent has gone."""
+    while True:
+        try:
+            head, fds, _, _ = socket.recv_fds(requests, 4, 1)
+            break
+        except BlockingIOError:
+            workers.rest()
     body = head[4:]
     if len(head) < 4:
         return None
     size = int.from_bytes(head[:4], "big")
     while len(body) < size:
-        more = requests.recv(size - len(body))
+        try:
+            more = requests.recv(size - len(body))
+        except BlockingIOError:
+            continue
         if not more:
             return None
         body += more
-    request: supervisor.Request = marshal.loads(body)
-    request["port_fd"] = fds[0] if fds else -1
-    return request
-
-
-def _fork(request: supervisor.Request, shared: supervisor.Shared, requests: socket.socket) -> None:
-    port_fd = request["port_fd"]
-    assert isinstance(port_fd, int)
-    request["oom_kills"] = shared.oom_kills()
-    try:
-        pid = os.fork()
-    except OSError as e:
-        _report(request, shared, e)
-        pid = -1
-    if pid == 0:
-        # The reserved rendezvous port stays open in the supervisor for as long as the rank lives.
-        requests.close()
-        supervisor.supervise(request, shared)
-    if port_fd >= 0:
-        os.close(port_fd)
+    return body, fds[0] if fds else -1
 
 
 def _report(request: supervisor.Request, shared: supervisor.Shared, error: OSError) -> None:

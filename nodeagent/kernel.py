@@ -10,10 +10,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 #: looked up once, before any fork: each look-up afterwards would copy pages
 _PRCTL = _LIBC.prctl
 _PRCTL.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+#: the same with a text as its argument; looking it up by item makes another object
+_PRCTL_TEXT = _LIBC["prctl"]
+_PRCTL_TEXT.argtypes = [ctypes.c_int, ctypes.c_char_p]
 _TIMERFD_CREATE = _LIBC.timerfd_create
 _TIMERFD_SETTIME = _LIBC.timerfd_settime
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -44,12 +48,7 @@ def die_with_parent(signum: int) -> None:
 
 def set_name(name: str) -> None:
     """Set the name that ps shows, 15 bytes of it."""
-    try:
-        fd = os.open("/proc/self/comm", os.O_WRONLY | os.O_CLOEXEC)
-        os.write(fd, name.encode()[:15])
-        os.close(fd)
-    except OSError:
-        return
+    _PRCTL_TEXT(_PR_SET_NAME, name.encode()[:15])
 
 
 def _prctl(option: int, value: int) -> None:
@@ -82,3 +81,7 @@ class BootTimer:
         value = _Timespec(int(at), min(999_999_999, int(at % 1 * 1e9)))
         if _TIMERFD_SETTIME(self.fd, _TFD_TIMER_ABSTIME, _Itimerspec(_Timespec(0, 0), value), None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime")
+
+    def close(self) -> None:
+        """Forget it."""
+        os.close(self.fd)

@@ -132,9 +132,9 @@ def open_hints() -> int:
         return -1
 
 
-def hint(fd: int, line: str) -> None:
-    """Tell the agent, if there is one, that a status file has changed."""
+def hint(fd: int, line: str) -> bool:
+    """Tell the agent, if there is one, that a status file has changed. False when that was not possible: nobody has read hints for long."""
     try:
-        os.write(fd, line.encode())
+        return os.write(fd, line.encode()) > 0
     except OSError:
-        return
+        return False

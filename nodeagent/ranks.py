@@ -92,12 +92,18 @@ class Ranks:
         except OSError as e:
             self._log.error("command_not_written", gang=ref.job, rank=ref.rank, message="the supervisor is told by signal instead", error=e)
             if supervised is not None and line.startswith("stop "):
-                supervised.terminate()
+                self._terminate(ref, supervised)
             return
         if supervised is not None:
             supervised.kick()
         else:
             self._unread.add(ref)
+
+    def _terminate(self, ref: RankRef, supervised: Supervised) -> None:
+        """Make a supervisor stop its rank, if that is still this one: the file tells it before the supervisor takes another."""
+        status = adoption.read_status(self._status_path(ref))
+        if status is None or status.state != "exited":
+            supervised.terminate()
 
     def _append_command(self, ref: RankRef, data: bytes) -> None:
         path = self._status_path(ref).with_name(rankfile.control_name(ref.rank))

@@ -1,5 +1,5 @@
-"""The process that stands beside one rank, outlives the agent, and ends when nothing of the rank is left. Small imports: a bare
-interpreter runs it, and there is one for each rank.
+"""What the process that stands beside one rank does, from its start until nothing of it is left; it outlives the agent. Each rank has one
+of its own; what such a process does before and after is in `workers.py`. Small imports: a bare interpreter runs it.
 
 It holds the exit status, drains the output into the log, obeys the agent's commands (rank-<r>.ctl, kicked by SIGUSR1), and is the **dead
 man's switch**: when the time in the file `fence` has passed by the boottime clock, it kills the rank, whether or not anybody else on the
@@ -17,9 +17,8 @@ import select
 import signal
 import struct
 import time
-from typing import NoReturn
 
-from gangline.nodeagent import kernel, proctree, rankfile
+from gangline.nodeagent import kernel, proctree, rankexec, rankfile
 from gangline.nodeagent.ranklog import RankLog
 
 # Plain numbers: the enumeration's members drag many objects along, and each page that a fork touches is copied.
@@ -76,14 +75,20 @@ def _do_nothing(signum: int, frame: object) -> None:
     pass
 
 
-def supervise(request: Request, shared: Shared) -> NoReturn:
-    """Run in a freshly forked process: start the rank, see it to its end, exit."""
-    code = 1
-    try:
-        _Supervisor(request, shared).run()
-        code = 0
-    finally:
-        os._exit(code)
+def become_supervisor() -> int:
+    """Prepare this freshly forked process for what it is to do from now on; return where its signals are read, see `asked_to_end`."""
+    os.setsid()
+    kernel.become_subreaper()
+    kernel.no_new_privileges()
+    wake, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    signal.signal(_SIGCHLD, _do_nothing)
+    return wake
+
+
+def asked_to_end(signals: bytes) -> bool:
+    """Whether SIGTERM is among these signals."""
+    return _SIGTERM in signals
 
 
 def now_ms() -> int:
@@ -91,9 +96,14 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class _Supervisor:
-    def __init__(self, request: Request, shared: Shared) -> None:
+class Supervisor:
+    """One rank's. `run` once."""
+
+    def __init__(self, request: Request, port_fd: int, shared: Shared, wake: int) -> None:
+        """`port_fd` is the reserved port, -1 for none: held by this process while the rank lives. `wake` is where signals are read."""
         self.request = request
+        self.port_fd = port_fd
+        self.wake_r = wake
         self.shared = shared
         self.rank = _int(request["rank"])
         self.folder = str(request["folder"])
@@ -101,6 +111,11 @@ class _Supervisor:
         self.oom_kills = _int(request["oom_kills"])
         self.pid = 0
         self.lock_fds: list[int] = []
+        #: reading ends of the rank's output and of what it says before it executes
+        self.out_r = self.exec_r = -1
+        self.timer: kernel.BootTimer | None = None
+        #: the agent was hinted at the status that was written last
+        self.told = False
         #: the rank's own process has ended; nothing of the rank is left
         self.ended = False
         self.gone = False
@@ -115,16 +130,11 @@ class _Supervisor:
         self.control_offset = 0
         self.status: rankfile.Status = {}
 
-    def run(self) -> None:
-        os.setsid()
+    def run(self) -> bool:
+        """See the rank to its end. Returns whether the agent was told of it."""
         kernel.set_name(f"gl-rank-{self.rank}")
-        kernel.become_subreaper()
-        kernel.no_new_privileges()
-        self.wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        signal.signal(_SIGCHLD, _do_nothing)
         if not self._claim():
-            return
+            return True
         self.log = RankLog(str(self.request["log"]), _int(self.request["log_part_bytes"]), _int(self.request["log_parts"]))
         try:
             self._check()
@@ -132,7 +142,7 @@ class _Supervisor:
             self._loop()
         except StartError as e:
             self._start_failed(str(e))
-        self._finish()
+        return self._finish()
 
     # Starting.
 
@@ -166,19 +176,28 @@ class _Supervisor:
         self.lock_fds.append(fd)
 
     def _start(self) -> None:
-        out_r, out_w = os.pipe2(os.O_CLOEXEC)
+        command: list[str] = self.request["command"]  # type: ignore[assignment]
+        env: dict[str, str] = self.request["env"]  # type: ignore[assignment]
+        workdir = str(self.request["workdir"])
+        if self.request["make_workdir"]:
+            try:
+                rankexec.make_workdir(workdir)
+            except OSError as e:
+                raise StartError(f"working directory {workdir}: {e.strerror}") from None
+        found = rankexec.programs(command[0], env.get("PATH"))
+        self.out_r, out_w = os.pipe2(os.O_CLOEXEC)
         self.exec_r, exec_w = os.pipe2(os.O_CLOEXEC)
         me = os.getpid()
         try:
             self.pid = os.fork()
+            if self.pid == 0:
+                rankexec.become(found, command, env, workdir, devnull=self.shared.devnull, out_w=out_w, exec_w=exec_w, parent=me)
         except OSError as e:
             raise StartError(f"cannot fork: {e.strerror}") from None
-        if self.pid == 0:
-            _become_rank(self.request, self.shared.devnull, out_w, exec_w, me)
-        os.close(out_w)
-        os.close(exec_w)
-        os.set_blocking(out_r, False)
-        self.out_r = out_r
+        finally:
+            os.close(out_w)
+            os.close(exec_w)
+        os.set_blocking(self.out_r, False)
         self.status.update(pid=self.pid, pid_start=rankfile.process_start(self.pid), started_at_ms=now_ms())
 
     def _start_failed(self, message: str) -> None:
@@ -337,16 +356,17 @@ class _Supervisor:
 
     def _arm_fence(self) -> None:
         if self.fence is not None:
-            self.timer = kernel.BootTimer()
-            self.timer.arm(fence_deadline(self.fence))
-            self.poll.register(self.timer.fd, select.POLLIN)
+            timer = self.timer = kernel.BootTimer()
+            timer.arm(fence_deadline(self.fence))
+            self.poll.register(timer.fd, select.POLLIN)
 
     def _fence_passed(self) -> bool:
         return self.fence is not None and kernel.boottime() >= fence_deadline(self.fence)
 
     def _on_fence(self) -> None:
+        assert self.fence is not None
+        assert self.timer is not None
         if not self._fence_passed():
-            assert self.fence is not None
             self.timer.arm(fence_deadline(self.fence))  # the lease has been renewed since
             return
         self.poll.unregister(self.timer.fd)
@@ -358,16 +378,24 @@ class _Supervisor:
 
     # Ending.
 
-    def _finish(self) -> None:
+    def _finish(self) -> bool:
         self._drain()
         self.log.close()
-        # Before the end is told: whoever hears of it may start the next rank on the same devices at once.
-        for fd in self.lock_fds:
-            os.close(fd)
+        self._close()
         self.status.update(state="exited", dropped_bytes=self.log.dropped_total)
         self.status["exited_at_ms"] = self.status["exited_at_ms"] or now_ms()
         while not self._publish():
             time.sleep(_PUBLISH_AGAIN_S)  # no space: the exit status must not be lost, so this process waits with it
+        os.close(self.status_fd)
+        return self.told
+
+    def _close(self) -> None:
+        """Let go of what was the rank's, before its end is told: whoever hears of it may start the next one on the same devices at once."""
+        for fd in (*self.lock_fds, self.out_r, self.exec_r, self.port_fd):
+            if fd >= 0:
+                os.close(fd)
+        if self.timer is not None:
+            self.timer.close()
 
     def _drain(self) -> None:
         """Read what is left in the pipe. Bounded: somebody outside of the tree may hold its other end."""
@@ -389,7 +417,7 @@ class _Supervisor:
             self.publish_at = time.monotonic() + _PUBLISH_AGAIN_S
             return False
         self.publish_at = _NEVER
-        rankfile.hint(self.shared.hints, f"{self.request['job']} {self.request['generation']} {self.rank}\n")
+        self.told = rankfile.hint(self.shared.hints, f"{self.request['job']} {self.request['generation']} {self.rank}\n")
         return True
 
 
@@ -397,44 +425,6 @@ def fence_deadline(fence: mmap.mmap) -> float:
     """Return the boottime second after which the node's ranks must not run any more."""
     deadline: float = struct.unpack("=d", fence[:8])[0]
     return deadline
-
-
-def _become_rank(request: Request, devnull: int, out_w: int, exec_w: int, parent: int) -> NoReturn:
-    """Turn the forked process into the rank; tell the reason through `exec_w` when that fails."""
-    step = "start"
-    try:
-        os.setsid()
-        kernel.die_with_parent(_SIGKILL)
-        if os.getppid() != parent:
-            os._exit(127)
-        os.dup2(devnull, 0)
-        os.dup2(out_w, 1)
-        os.dup2(out_w, 2)
-        _volunteer_for_oom_killer()
-        workdir = str(request["workdir"])
-        step = f"working directory {workdir}"
-        if request["make_workdir"]:
-            os.makedirs(workdir, 0o700, exist_ok=True)
-        os.chdir(workdir)
-        command: list[str] = request["command"]  # type: ignore[assignment]
-        env: dict[str, str] = request["env"]  # type: ignore[assignment]
-        step = f"command {command[0]!r}"
-        os.execvpe(command[0], command, env)
-    except BaseException as e:  # noqa: BLE001 - whatever it is, this process must not go on as a second supervisor
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else repr(e)
-        os.write(exec_w, f"{step}: {reason}".encode()[:4096])
-    finally:
-        os._exit(127)
-
-
-def _volunteer_for_oom_killer() -> None:
-    """Make the kernel take ranks before agents when memory runs out. A container may forbid it; then nothing is lost."""
-    try:
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(fd, b"500")
-        os.close(fd)
-    except OSError:
-        pass
 
 
 def _oom_kills() -> int:

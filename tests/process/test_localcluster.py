@@ -155,5 +155,6 @@ def test_a_pid_that_was_given_away_is_not_signalled() -> None:
     start = start_time_of(os.getpid())[0]
     assert is_alive(os.getpid(), start)
     assert not is_alive(os.getpid(), start + 1)
+    assert not is_alive(0, 0)
     # It would end this test.
     assert not send(os.getpid(), start + 1, signal.SIGKILL)

@@ -438,3 +438,89 @@ async def test_ten_thousand_ephemeral_ports_do_not_meet_the_reserved_one():
     finally:
         for s in [*sockets, reserved]:
             s.close()
+
+
+# ---------------------------------------------------------------- one rank after the other
+
+
+def _holding(supervisor: int) -> list[str]:
+    return [os.readlink(f"/proc/{supervisor}/fd/{n}") for n in sorted(os.listdir(f"/proc/{supervisor}/fd"), key=int)]
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+async def test_a_supervisor_that_is_done_takes_the_next_rank_and_keeps_nothing_of_the_last(bench: Bench):
+    reserved = ports.reserve()
+    seen, held = set(), []
+    for rank in range(6):
+        # Each leaves another mess: output that is not read to its end, a port, a lock, a command that there is not.
+        command = ("no-such-command",) if rank == 2 else ("sh", "-c", f"echo {rank}; exit {rank}")
+        await bench.start(*command, rank=rank, port_fd=reserved.fileno() if rank % 2 else -1, locks=("locks/gpu-0",))
+        status = await bench.wait("exited", rank)
+        assert status.exit_code == (127 if rank == 2 else rank)
+        assert bench.log(rank) == (b"[gangline: command 'no-such-command': No such file or directory]\n" if rank == 2 else b"%d\n" % rank)
+        seen.add(status.supervisor)
+        await bench.until(lambda s=status: _name(s.supervisor) == "gl-idle")  # type: ignore[misc]
+        held.append(_holding(status.supervisor))
+    assert len(seen) == 1
+    assert all(h == held[0] for h in held)
+    port = reserved.getsockname()[1]
+    reserved.close()
+    assert _can_bind(port)
+
+
+async def test_ranks_at_the_same_time_have_a_supervisor_each(bench: Bench):
+    for rank in range(4):
+        await bench.start("sleep", "60", rank=rank)
+    found = {(await bench.wait("running", rank)).supervisor for rank in range(4)}
+    assert len(found) == 4
+    for rank in range(4):
+        bench.command("stop 0 9 stopped x", rank)
+    for rank in range(4):
+        await bench.wait("exited", rank)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_an_idle_supervisor_that_was_ended_is_not_missed(bench: Bench, number: int):
+    await bench.start("true")
+    first = await bench.wait("exited")
+    await bench.until(lambda: _name(first.supervisor) == "gl-idle")
+    os.kill(first.supervisor, number)
+    await bench.until(lambda: not alive(first.supervisor))
+    await bench.start("true", rank=1)
+    assert (await bench.wait("exited", 1)).supervisor != first.supervisor
+
+
+async def test_idle_supervisors_end_with_the_fork_server_and_busy_ones_after_their_rank(bench: Bench):
+    await bench.start("sleep", "60")
+    busy = await bench.wait("running")
+    await bench.start("true", rank=1)
+    idle = await bench.wait("exited", 1)
+    bench.launcher.close()
+    await bench.until(lambda: not alive(idle.supervisor))
+    assert alive(busy.supervisor)
+    bench.command("stop 0 9 stopped x")
+    await bench.wait("exited")
+    await bench.until(lambda: not alive(busy.supervisor))
+
+
+async def test_a_supervisor_whose_last_word_was_not_heard_ends_so_that_its_end_is(bench: Bench):
+    hints = os.open(bench.root / rankfile.NOTIFY, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(hints, b"x" * 4096)
+    await bench.start("true")
+    status = await bench.wait("exited")
+    await bench.until(lambda: not alive(status.supervisor))
+    os.close(hints)
+
+
+async def test_a_request_that_fits_no_socket_is_for_a_new_supervisor(bench: Bench):
+    await bench.start("true")
+    first = await bench.wait("exited")
+    await bench.until(lambda: _name(first.supervisor) == "gl-idle")
+    await bench.start("sh", "-c", "echo ${#LARGE}", rank=1, env={"PATH": os.environ["PATH"], "LARGE": "x" * 100_000})
+    assert (await bench.wait("exited", 1)).supervisor != first.supervisor
+    assert bench.log(1) == b"100000\n"

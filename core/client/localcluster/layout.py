@@ -56,6 +56,7 @@ class RankOnDisk(msgspec.Struct):
     """The part of a rank's status file by which the processes of a rank are recognised. The agent's rankfile.py has the whole."""
 
     boot_id: str = ""
+    state: str = ""
     supervisor: int = 0
     supervisor_start: int = 0
     pid: int = 0
@@ -71,6 +72,11 @@ def _rank_in(data: bytes) -> RankOnDisk | None:
 
 
 def _lives(rank: RankOnDisk) -> bool:
+    # The supervisor of one that has ended may live on, for another rank.
+    return rank.state != "exited" and _is_there(rank)
+
+
+def _is_there(rank: RankOnDisk) -> bool:
     return is_alive(rank.supervisor, rank.supervisor_start) or is_alive(rank.pid, rank.pid_start)
 
 

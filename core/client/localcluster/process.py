@@ -55,9 +55,9 @@ def start_time_of(pid: int) -> tuple[int, str]:
 
 
 def is_alive(pid: int, start_time: int) -> bool:
-    """Whether the process with that pid and start time runs."""
+    """Whether the process with that pid and start time runs; one without a start time never did."""
     started, state = start_time_of(pid)
-    return started == start_time and state not in ("Z", "X")
+    return started == start_time > 0 and state not in ("Z", "X")
 
 
 def send(pid: int, start_time: int, number: int) -> bool:
