@@ -56,7 +56,7 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
     state.lock()
     boot_id = rankfile.boot_id()
     inventory = await discover(options.gpus, state.identity())
-    node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority())
+    node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority(), options.mps_pipe)
     store = ConnectingNode(lambda: EtcdStore.connect(options.etcd, tls=_tls(options)), options.cluster, options.node)
     telemetry = setup("gangline-agent", cluster=options.cluster, node=options.node)
     for warning in telemetry.warnings:
@@ -85,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--node", type=_node_name, default=default_node_name(), help="name of this node (default: %(default)s)")
     add("--address", default="127.0.0.1", help="where other nodes reach ranks on this one (default: %(default)s)")
     add("--gpus", default="auto", help="auto (ask NVML), none, or sim:MODELxN such as sim:h100x8 (default: %(default)s)")
+    add("--mps-pipe", default="", metavar="DIR",
+        help="pipe directory of the MPS control daemon of this node: ranks with a share of a GPU are held to it (default: no MPS)")
     add("--cpus", type=float, default=os.cpu_count() or 1, help="cores that ranks may be given (default: %(default)s)")
     add("--memory", type=_memory, default=_memory_mib(), help="memory that ranks may be given, such as 64GiB (default: this machine's)")
     add("--labels", action="append", type=_label, default=[], metavar="KEY=VALUE", help="a label of this node; may be repeated")

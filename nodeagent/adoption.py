@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from gangline.core.model.gpushares import GpuShare
 from gangline.nodeagent import rankfile
 from gangline.nodeagent.launcher import Launch
 from gangline.nodeagent.local import LocalRank, RankState
@@ -36,6 +37,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     started_at_ms: int
     exited_at_ms: int
     dropped_bytes: int = 0
+    share: GpuShare | None = None
 
 
 def read_status(path: Path) -> RankStatus | None:
@@ -51,7 +53,7 @@ def local_rank(status: RankStatus, progress_at: float) -> LocalRank:
     return LocalRank(
         rank=status.rank, generation=status.generation, gpus=status.gpus, state=status.state, pid=status.pid,
         exit_code=status.exit_code, cause=status.cause, message=status.message,
-        started_at_ms=status.started_at_ms, exited_at_ms=status.exited_at_ms, progress_at=progress_at,
+        started_at_ms=status.started_at_ms, exited_at_ms=status.exited_at_ms, progress_at=progress_at, share=status.share,
     )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def not_started(launch: Launch, message: str) -> RankStatus:
     return RankStatus(
         job=launch.job, generation=launch.generation, rank=launch.rank, gpus=launch.gpus, boot_id=launch.boot_id,
         supervisor=0, supervisor_start=0, pid=0, pid_start=0, state="exited", exit_code=127, cause="start_failed", message=message,
-        started_at_ms=0, exited_at_ms=time.time_ns() // 1_000_000,
+        started_at_ms=0, exited_at_ms=time.time_ns() // 1_000_000, share=launch.share,
     )  # fmt: skip
 
 

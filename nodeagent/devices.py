@@ -13,13 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from gangline.core.model.documents import Gpu
-
-#: MiB of memory by model, as NVML reports it
-MEMORY_MIB = {
-    "GB200": 189_471, "B200": 183_359, "B300": 275_040, "GH200": 97_871, "H200": 143_771, "H100": 81_559, "H20": 97_871,
-    "A100": 81_920, "A100-40GB": 40_960, "A40": 46_068, "A30": 24_576, "A10": 23_028, "L40S": 46_068, "L40": 46_068, "L4": 23_034,
-    "V100": 32_768, "T4": 15_360, "RTX4090": 24_564,
-}  # fmt: skip
+from gangline.core.model.gpufacts import ALIASES, MEMORY_MIB, MIG_LAYOUTS
 
 #: a driver that does not answer for so long is taken for broken
 NVML_TIMEOUT_S = 10.0
@@ -47,7 +41,10 @@ async def discover(option: str, identity: str) -> Inventory:
 
 
 def simulated(option: str, identity: str) -> Inventory:
-    """Return the GPUs of an option like sim:h100x8, with uuids that stay the same for the same node identity."""
+    """Return the GPUs of an option like sim:h100x8, with uuids that stay the same for the same node identity.
+
+    Four and more hang on two CPU sockets, half of them on each, as in most hosts; models that MIG can partition can be partitioned.
+    """
     prefix, _, parts = option.partition(":")
     if prefix != "sim" or not parts:
         raise ValueError(f"--gpus {option!r}: use auto, none, or sim:MODELxN such as sim:h100x8")
@@ -55,7 +52,10 @@ def simulated(option: str, identity: str) -> Inventory:
     if len(models) > _GPUS_MAX:
         raise ValueError(f"--gpus {option!r}: at most {_GPUS_MAX} GPUs a node")
     gpus = tuple(
-        Gpu(index=i, uuid=f"GPU-{uuid.uuid5(_NAMESPACE, f'{identity}/{i}')}", model=model, memory_mib=MEMORY_MIB[model])
+        Gpu(
+            index=i, uuid=f"GPU-{uuid.uuid5(_NAMESPACE, f'{identity}/{i}')}", model=model, memory_mib=MEMORY_MIB[model],
+            mig=model if model in MIG_LAYOUTS else "", links=(2 * i // len(models),) if len(models) >= 4 else (),
+        )
         for i, model in enumerate(models)
     )
     return Inventory(gpus, "simulated")
@@ -66,6 +66,7 @@ def _models(option: str, part: str) -> list[str]:
     if match is None or not 0 < int(match["count"]) <= _GPUS_MAX:
         raise ValueError(f"--gpus {option!r}: {part!r} is not MODELxN such as h100x8")
     model = match["model"].upper()
+    model = ALIASES.get(model, model)
     if model not in MEMORY_MIB:
         raise ValueError(f"--gpus {option!r}: unknown model {model!r}; known are {', '.join(sorted(MEMORY_MIB))}")
     return [model] * int(match["count"])

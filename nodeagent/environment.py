@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from gangline.core.model.documents import DesiredGang, DesiredRank, Gpu
+from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.spec import JobSpec
 
 
@@ -28,6 +29,10 @@ class Here(msgspec.Struct, frozen=True):
     events: str
     #: the rank's secret for the socket
     token: str
+    #: UUIDs of its MIG instances
+    instances: tuple[str, ...] = ()
+    #: pipe directory of the MPS control daemon, "" when there is none
+    mps_pipe: str = ""
 
 
 def rank_environment(gang: DesiredGang, rank: DesiredRank, spec: JobSpec, here: Here) -> dict[str, str]:
@@ -37,7 +42,7 @@ def rank_environment(gang: DesiredGang, rank: DesiredRank, spec: JobSpec, here: 
         **here.base,
         **spec.env,
         **_torch(gang, rank, here),
-        "CUDA_VISIBLE_DEVICES": _visible(rank.gpus, here),
+        **_devices(rank, here),
         **_gangline(gang, rank, spec, here),
     }
 
@@ -75,9 +80,41 @@ def _torch(gang: DesiredGang, rank: DesiredRank, here: Here) -> dict[str, str]:
     return {k: str(v) for k, v in values.items()}
 
 
-def _visible(gpus: tuple[int, ...], here: Here) -> str:
-    # Empty, not absent: a rank without GPUs must not see those of others.
-    return ",".join(str(i) if here.simulated or i not in here.gpus else here.gpus[i].uuid for i in gpus)
+def _devices(rank: DesiredRank, here: Here) -> dict[str, str]:
+    """What CUDA, container runtimes and MPS look at, and what of each GPU the rank has for those who want to keep to it."""
+    share = rank.share
+    if share is not None and share.mig:
+        visible = ",".join(here.instances)
+    else:
+        visible = ",".join(str(i) if here.simulated or i not in here.gpus else here.gpus[i].uuid for i in rank.gpus)
+    # Empty, not absent: a rank without GPUs must not see those of others. Container runtimes take "void" for that.
+    found = {"CUDA_VISIBLE_DEVICES": visible, "NVIDIA_VISIBLE_DEVICES": visible or "void"}
+    if not rank.gpus:
+        return found
+    memory_mib = _memory_mib(rank, here)
+    if memory_mib:
+        found["GANGLINE_GPU_MEMORY_MIB"] = str(memory_mib)
+    if share is None or not share.mig:
+        found["GANGLINE_GPU_SHARE"] = f"{(1000 if share is None else share.milli) / 1000:g}"
+    if share is not None and not share.mig and here.mps_pipe:
+        found["CUDA_MPS_PIPE_DIRECTORY"] = here.mps_pipe
+        found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{share.milli / 10:g}"
+        if memory_mib:
+            found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(f"{at}={memory_mib}M" for at in range(len(rank.gpus)))
+    return found
+
+
+def _memory_mib(rank: DesiredRank, here: Here) -> int:
+    """Return how much memory the rank may use of each of its GPUs or instances, of the smallest where they differ; 0: not known."""
+    share = rank.share
+    if share is not None and share.memory_mib:
+        return share.memory_mib
+    known = [here.gpus[g] for g in rank.gpus if g in here.gpus]
+    if share is not None and share.mig:
+        layouts = {gpu.index: MIG_LAYOUTS.get(gpu.mig) for gpu in known}
+        profiles = [layout.profile(one.profile) for one in share.mig if (layout := layouts.get(one.gpu)) is not None]
+        return min((p.memory_mib for p in profiles if p is not None), default=0)
+    return min((gpu.memory_mib for gpu in known), default=0) * (1000 if share is None else share.milli) // 1000
 
 
 def _gangline(gang: DesiredGang, rank: DesiredRank, spec: JobSpec, here: Here) -> dict[str, str]:

@@ -82,7 +82,7 @@ def _receive(requests: socket.socket, workers: Workers) -> tuple[bytes, int] | N
 
 def _report(request: supervisor.Request, shared: supervisor.Shared, error: OSError) -> None:
     """Write the status of a rank whose supervisor could not be forked."""
-    status: rankfile.Status = {k: request[k] for k in ("job", "generation", "rank", "gpus", "boot_id")}
+    status: rankfile.Status = {k: request[k] for k in ("job", "generation", "rank", "gpus", "share", "boot_id")}
     status.update(
         supervisor=0, supervisor_start=0, state="exited", pid=0, pid_start=0, exit_code=127, cause="start_failed",
         message=f"cannot fork: {error.strerror}", started_at_ms=0, exited_at_ms=supervisor.now_ms(), dropped_bytes=0,

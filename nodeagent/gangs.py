@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from gangline.core.model.documents import DesiredGang, DesiredRank
+from gangline.core.model.gpushares import MigSlice
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import StoreError
 from gangline.core.telemetry import Log, SpanKind
@@ -27,6 +28,7 @@ from gangline.nodeagent.environment import Here, rank_environment
 from gangline.nodeagent.jobsocket import JobSocket, RankRef
 from gangline.nodeagent.launcher import Launch, Launcher
 from gangline.nodeagent.local import Local, LocalGang, LocalRank
+from gangline.nodeagent.partitions import NoPartitions, Partitions, SimulatedPartitions
 from gangline.nodeagent.ports import Ports
 from gangline.nodeagent.ranks import Ranks
 from gangline.nodeagent.reconcile import Action, FailPrepare, Forget, Notify, Prepare, Refuse, Start, Stop
@@ -50,6 +52,8 @@ class Node(msgspec.Struct, frozen=True):
     base_environment: dict[str, str]
     #: priority of ranks
     nice: int = 0
+    #: where ranks with a share of a GPU find the MPS control daemon, "" when there is none
+    mps_pipe: str = ""
 
 
 class Gangs:
@@ -67,6 +71,9 @@ class Gangs:
         self._log = log
         self._ports = Ports()
         self._gpus = {gpu.index: gpu.healthy for gpu in node.inventory.gpus}
+        self._facts = {gpu.index: gpu for gpu in node.inventory.gpus}
+        simulated = node.inventory.kind == "simulated"
+        self._partitions: Partitions = SimulatedPartitions(state.root / "mig.json", node.inventory.gpus) if simulated else NoPartitions()
         self._gangs: dict[str, LocalGang] = {}
         self._records: dict[str, GangRecord] = {}
         self._retired: dict[str, int] = {}
@@ -88,7 +95,7 @@ class Gangs:
     @property
     def local(self) -> Local:
         """The local state now."""
-        return Local(self._gpus, dict(self._gangs), self._retired)
+        return Local(self._gpus, dict(self._gangs), self._retired, self._facts)
 
     async def open(self) -> None:
         """Adopt what an earlier agent left, then open the doors for ranks and supervisors."""
@@ -230,6 +237,11 @@ class Gangs:
             if spec is None:
                 return
             self._state.make_folders(gang.job, gang.generation)
+            changed = await self._partitions.arrange(gang.ranks)
+            if changed:
+                self._log.info("partitioned", gang=gang.job, made=_words(changed.made), unmade=_words(changed.unmade))
+            if not self._is_preparing(gang):
+                return
             port = self._gangs[gang.job].port if continued else self._reserve(gang)
         except (OSError, LookupError) as e:
             if self._is_preparing(gang):
@@ -284,7 +296,7 @@ class Gangs:
         for r in ranks:
             self.socket.admit(record.tokens[_token_key(r)], RankRef(job, r.generation, r.rank))
             launches.append((self._launch_of(gang, r, record), self._ports.fd(job) if r.rank == 0 else -1))
-        new = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=now) for r in ranks)
+        new = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=now, share=r.share) for r in ranks)
         self._change(job, ranks=(*self._gangs[job].ranks, *new))
         self.started_total += len(ranks)
         with self.span("start", self.desired_index):
@@ -295,16 +307,17 @@ class Gangs:
         spec, job, generation = record.spec, gang.job, r.generation
         assert spec is not None
         here = Here(
-            node=self._node.name, base=self._node.base_environment, gpus={g.index: g for g in self._node.inventory.gpus},
+            node=self._node.name, base=self._node.base_environment, gpus=self._facts,
             simulated=self._node.inventory.kind == "simulated", socket=str(self._state.job_socket), port=self._gangs[job].port,
             events=str(self._state.events(job, generation)), token=record.tokens[_token_key(r)],
+            instances=tuple(self._partitions.uuid_of(one) for one in r.share.mig) if r.share is not None else (), mps_pipe=self._node.mps_pipe,
         )  # fmt: skip
         return Launch(
             job=job, generation=generation, rank=r.rank, gpus=r.gpus, boot_id=self._node.boot_id, folder=f"runs/{job}/{generation}",
             command=spec.command, env=rank_environment(gang, r, spec, here),
             workdir=spec.workdir or str(self._state.root / "work" / job / f"rank-{r.rank}"), make_workdir=not spec.workdir,
             log=f"logs/{job}/{generation}/rank-{r.rank}.log", log_part_bytes=LOG_PART_BYTES, log_parts=LOG_PARTS,
-            fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, locks=tuple(f"locks/gpu-{g}" for g in r.gpus),
+            fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, share=r.share, **_locks(r),
         )  # fmt: skip
 
     # ---------------------------------------------------------------- what ranks and supervisors say
@@ -451,6 +464,19 @@ def signal_of(spec: JobSpec) -> signal.Signals:
 def now_ms() -> int:
     """Return wall-clock milliseconds, for people only."""
     return time.time_ns() // 1_000_000
+
+
+def _locks(r: DesiredRank) -> dict[str, Any]:
+    """Return the files to lock for the devices of a rank: whole ones alone, others together with those who have parts of them too."""
+    devices = tuple(f"locks/gpu-{g}" for g in r.gpus)
+    if r.share is None:
+        return {"locks": devices}
+    slices = tuple(f"locks/gpu-{one.gpu}-{at}" for one in r.share.mig for at in range(one.start, one.start + one.size))
+    return {"locks": slices, "shared_locks": devices}
+
+
+def _words(instances: tuple[MigSlice, ...]) -> list[str]:
+    return [f"{one.profile} at {one.start} of GPU {one.gpu}" for one in instances]
 
 
 def _token_key(r: DesiredRank) -> str:

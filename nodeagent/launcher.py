@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from gangline.core.model.gpushares import GpuShare
+
 #: The bare interpreter knows no installed packages. This gives it ours by its right name, and nothing else of the folder a chance to
 #: stand in for a module of the standard library.
 _BOOT = """
@@ -48,8 +50,12 @@ class Launch(msgspec.Struct, frozen=True):
     fenced: bool
     #: seconds between SIGTERM and SIGKILL when the supervisor itself is asked to end
     grace_s: float
-    #: files that are locked while the rank lives, one for each exclusive device
+    #: files that are locked while the rank lives, one for each exclusive device, or part of one
     locks: tuple[str, ...]
+    #: files that are locked together with others: devices of which the rank has a part
+    shared_locks: tuple[str, ...] = ()
+    #: what it has of its devices, None: the whole of each
+    share: GpuShare | None = None
 
 
 class Launcher:

@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from gangline.core.model.documents import StopNotice
+from gangline.core.model.documents import Gpu, StopNotice
+from gangline.core.model.gpushares import GpuShare
 
 RankState = Literal["starting", "running", "stopping", "exited"]
 
@@ -27,6 +28,8 @@ class LocalRank(msgspec.Struct, frozen=True):
     exited_at_ms: int = 0
     #: monotonic second of its start or its last progress, whichever is later
     progress_at: float = 0.0
+    #: what it has of its devices, None: the whole of each
+    share: GpuShare | None = None
 
     @property
     def live(self) -> bool:
@@ -75,3 +78,5 @@ class Local(msgspec.Struct, frozen=True):
     gangs: dict[str, LocalGang]
     #: gangs that were forgotten: the generation up to which nothing of them is ever started here again
     retired: dict[str, int] = {}
+    #: what is known of each device, by index
+    facts: dict[int, Gpu] = {}

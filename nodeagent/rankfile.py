@@ -96,6 +96,8 @@ def encode(status: Status) -> bytes:
 
 
 def _json(value: object) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, int):
         return str(int(value))
     if isinstance(value, str):

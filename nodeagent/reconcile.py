@@ -7,8 +7,8 @@ Rules, in the order in which they are applied to each gang:
 3.  A live rank that is not wanted in its very generation is stopped. Nothing newer is prepared until it is gone.
 4.  A stop notice is delivered once; a gang that is still there when its grace is over is stopped. No rank starts under a notice.
 5.  A rank without progress for too long is killed.
-6.  A generation is prepared once, when no other live rank holds its devices. Devices that this node does not have, that are broken, or
-    that two desired ranks would share, fail it.
+6.  A generation is prepared once, when no other live rank holds its devices, or the parts of them that it gets. Devices that this node does
+    not have, that are broken, or of which desired ranks would together get more than there is, fail it.
 7.  In phase "run", a prepared gang's ranks are started, each at most once in its generation. What has ended stays ended.
 
 The shell applies what is returned and calls again; with nothing changed, nothing is returned.
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 import msgspec
 
 from gangline.core.model.documents import Desired, DesiredGang, DesiredRank
+from gangline.core.model.gpufacts import MIG_LAYOUTS
+from gangline.core.model.gpushares import GpuShare, GpuUse, uses_of
 from gangline.nodeagent.local import Local, LocalGang, LocalRank
 
 
@@ -91,7 +93,7 @@ def refusal(desired: Desired, *, node: str, epoch: int, index: int) -> str:
 def reconcile(desired: Desired, local: Local, now: float) -> list[Action]:
     """Return what to do next. `now` is a monotonic second on the clock of `progress_at` and `notified_at`."""
     wanted = {gang.job: gang for gang in desired.gangs}
-    claims = _claims(desired)
+    claims = _claims(desired, local)
     actions: list[Action] = []
     for job, have in sorted(local.gangs.items()):
         if job not in wanted:
@@ -129,7 +131,7 @@ def _undesired(have: LocalGang) -> Iterator[Action]:
         yield from _stop(have, have.live, "the scheduler does not want it here any more")
 
 
-def _gang(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[int, str], now: float) -> Iterator[Action]:
+def _gang(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[str, str], now: float) -> Iterator[Action]:
     if gang.generation < have.generation:
         yield Refuse(gang.job, f"generation {gang.generation} is older than {have.generation}, which was acted on already")
         return
@@ -172,7 +174,7 @@ def _hangs(have: LocalGang, now: float) -> Iterator[Action]:
         yield Stop(have.job, hung, "hang", f"no progress reported for {limit:g} s", gently=False)
 
 
-def _prepare(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[int, str], waiting: bool) -> Iterator[Action]:
+def _prepare(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[str, str], waiting: bool) -> Iterator[Action]:
     reason = _impossible(gang, local, claims)
     if reason:
         yield FailPrepare(gang, reason)
@@ -182,7 +184,7 @@ def _prepare(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[int,
         yield Prepare(gang, continued=any(r.key in {(w.rank, w.generation) for w in gang.ranks} for r in have.live))
 
 
-def _start(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[int, str]) -> Iterator[Action]:
+def _start(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[str, str]) -> Iterator[Action]:
     new = _not_started(gang, have)
     reason = _impossible(gang, local, claims) if new else ""
     if reason:
@@ -197,26 +199,66 @@ def _not_started(gang: DesiredGang, have: LocalGang) -> tuple[DesiredRank, ...]:
 
 
 def _held(ranks: tuple[DesiredRank, ...], local: Local) -> bool:
-    """Whether a live rank of any gang is still on a device that these ranks are to get."""
-    held = {g for gang in local.gangs.values() for r in gang.live for g in r.gpus}
-    return any(g in held for r in ranks for g in r.gpus)
+    """Whether a live rank of any gang is still on a device that these ranks are to get, or on the part of it."""
+    live = _Taken(local)
+    for gang in local.gangs.values():
+        for r in gang.live:
+            live.add("", r.gpus, r.share)
+    return any(live.problem(r.gpus, r.share) for r in ranks)
 
 
-def _claims(desired: Desired) -> dict[int, str]:
-    """Return which rank each device is given to: the first one in the document that names it."""
-    claims: dict[int, str] = {}
+class _Taken:
+    """What some ranks have of the devices of this node."""
+
+    def __init__(self, local: Local) -> None:
+        self._memory_mib = {index: gpu.memory_mib for index, gpu in local.facts.items()}
+        #: who has a device whole, and who was first to have a part of it
+        self._whole: dict[int, str] = {}
+        self._first: dict[int, str] = {}
+        self._uses: dict[int, GpuUse] = {}
+
+    def add(self, who: str, gpus: tuple[int, ...], share: GpuShare | None) -> None:
+        """A rank has these."""
+        if share is None:
+            self._whole.update(dict.fromkeys(gpus, who))
+        for use in uses_of(gpus, share):
+            there = self._uses.get(use.gpu)
+            self._uses[use.gpu] = use if there is None else there.plus(use)
+            self._first.setdefault(use.gpu, who)
+
+    def problem(self, gpus: tuple[int, ...], share: GpuShare | None) -> str:
+        """Return why another rank cannot have these, "" when it can."""
+        for g in gpus:
+            if g in self._whole or (share is None and g in self._first):
+                return f"device {g}, and so is {self._whole.get(g, self._first.get(g, ''))}"
+        for use in uses_of(gpus, share):
+            there = self._uses.get(use.gpu)
+            problem = "" if there is None else there.plus(use).problem(self._memory_mib.get(use.gpu, 0))
+            if problem:
+                return f"a part of device {use.gpu} beside {self._first[use.gpu]}: it {problem}"
+        return ""
+
+
+def _claims(desired: Desired, local: Local) -> dict[str, str]:
+    """Return which ranks are given what others that come before them in the document have, and how."""
+    taken = _Taken(local)
+    conflicts: dict[str, str] = {}
     for gang in desired.gangs:
         for r in gang.ranks:
-            for g in r.gpus:
-                claims.setdefault(g, _claimant(gang, r))
-    return claims
+            me = _claimant(gang, r)
+            problem = taken.problem(r.gpus, r.share)
+            if problem:
+                conflicts[me] = problem
+            else:
+                taken.add(me, r.gpus, r.share)
+    return conflicts
 
 
 def _claimant(gang: DesiredGang, rank: DesiredRank) -> str:
     return f"rank {rank.rank} of {gang.job}"
 
 
-def _impossible(gang: DesiredGang, local: Local, claims: dict[int, str]) -> str:
+def _impossible(gang: DesiredGang, local: Local, claims: dict[str, str]) -> str:
     for r in gang.ranks:
         me = _claimant(gang, r)
         for g in r.gpus:
@@ -224,8 +266,13 @@ def _impossible(gang: DesiredGang, local: Local, claims: dict[int, str]) -> str:
                 return f"{me} is given device {g}, this node has {len(local.gpus)}"
             if not local.gpus[g]:
                 return f"{me} is given device {g}, which is not healthy"
-            if claims[g] != me:
-                return f"{me} is given device {g}, and so is {claims[g]}"
+        if me in claims:
+            return f"{me} is given {claims[me]}"
         if len(set(r.gpus)) != len(r.gpus):
             return f"{me} is given a device twice"
+        for one in r.share.mig if r.share is not None else ():
+            layout = MIG_LAYOUTS.get(local.facts[one.gpu].mig) if one.gpu in local.facts else None
+            profile = layout.profile(one.profile) if layout is not None else None
+            if profile is None or one.start not in profile.starts or one.size != profile.size:
+                return f"{me} is given a MIG instance {one.profile} at {one.start} of device {one.gpu}, which cannot have it"
     return ""

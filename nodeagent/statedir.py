@@ -5,7 +5,9 @@ seen               highest epoch and index of a desired document
 schedulers         how the schedulers were reached last, for when the store cannot be asked
 fence, fence.boot  see fence.py
 notify, job.sock   the doors for supervisors and for ranks
-locks/gpu-<i>      locked by the supervisor whose rank holds the device
+locks/gpu-<i>      locked by the supervisor whose rank holds the device, together with others when they have parts of it
+locks/gpu-<i>-<s>  locked by the supervisor whose rank holds a MIG instance with this memory slice
+mig.json           into what simulated GPUs are partitioned
 forgotten          gangs that are over here, one line each: generation and job
 runs/<job>/gang    a GangRecord
 runs/<job>/<generation>/   status and command files, see rankfile.py, and the events of that generation

@@ -150,7 +150,7 @@ class Supervisor:
         me = os.getpid()
         self.status = {
             "job": self.request["job"], "generation": self.request["generation"], "rank": self.rank,
-            "gpus": self.request["gpus"], "boot_id": self.request["boot_id"],
+            "gpus": self.request["gpus"], "share": self.request["share"], "boot_id": self.request["boot_id"],
             "supervisor": me, "supervisor_start": rankfile.process_start(me),
             "state": "starting", "pid": 0, "pid_start": 0, "exit_code": 0, "cause": "", "message": "",
             "started_at_ms": 0, "exited_at_ms": 0, "dropped_bytes": 0,
@@ -163,13 +163,15 @@ class Supervisor:
             self.status["cause"] = "fenced"
             raise StartError("the node had lost its lease when the rank was about to start")
         for path in self.request["locks"]:  # type: ignore[attr-defined]
-            self._lock(str(path))
+            self._lock(str(path), fcntl.LOCK_EX)
+        for path in self.request["shared_locks"]:  # type: ignore[attr-defined]
+            self._lock(str(path), fcntl.LOCK_SH)
 
-    def _lock(self, path: str) -> None:
-        """Hold an exclusive device for as long as this process lives: the last guard against two ranks on one."""
+    def _lock(self, path: str, kind: int) -> None:
+        """Hold a device, or a part of it, for as long as this process lives: the last guard against two ranks on one."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except OSError:
             os.close(fd)
             raise StartError(f"device {os.path.basename(path)} is still held by another rank") from None
