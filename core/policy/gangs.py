@@ -176,7 +176,7 @@ class Job:
     __slots__ = (
         "active", "age_s", "constraint", "evicted_s_ago", "name", "order", "plain", "podsets", "preemptible", "preemption_delay_s",
         "priority", "queue", "ranks", "root", "shape", "single", "stale_for_s", "staleness_grace_s", "started_s_ago",
-        "user",
+        "uniform", "user",
     )  # fmt: skip
 
     def __init__(self, name: str, queue: Queue, *, priority: int, preemptible: bool, order: int, root: PodsetGroup) -> None:
@@ -199,6 +199,8 @@ class Job:
         self.ranks: list[Rank] = []
         #: stands for its tree and its constraints: equal numbers are placed alike
         self.shape = 0
+        #: what every one of its ranks asks for, None if they ask for different things
+        self.uniform: Request | None = None
         #: no constraint and no affinity anywhere: where its other ranks are does not matter
         self.plain = True
         self.age_s: float | None = None
@@ -232,6 +234,11 @@ def waiting(rank: Rank) -> bool:
     return rank.state is RankState.PENDING and rank.reservation is None
 
 
+def _waiting_of(podset: Podset) -> list[Rank]:
+    pending = RankState.PENDING
+    return [r for r in podset.ranks if r.state is pending and r.reservation is None]
+
+
 def put_back(rank: Rank) -> bool:
     """Whether the rank has lost its place, or its reservation, in this session and has no new one yet."""
     return rank.state in (RankState.EVICTED, RankState.WITHDRAWN) and rank.reservation is None
@@ -251,7 +258,7 @@ def next_chunk(job: Job, free: Callable[[Rank], bool] = waiting) -> list[Rank]:
 
 def _chunk(member: Member, free: Callable[[Rank], bool]) -> list[Rank] | None:
     if isinstance(member, Podset):
-        ranks = [r for r in member.ranks if free(r)]
+        ranks = _waiting_of(member) if free is waiting else [r for r in member.ranks if free(r)]
         lacking = max(1, member.min_ranks - member.active)
         return ranks[:lacking] if len(ranks) >= lacking else None
     ordered = member.ordered()
@@ -344,7 +351,11 @@ def _surplus(root: Member, active: Callable[[Podset], int]) -> Member | None:
 
 
 def charge_of(ranks: list[Rank], device_memory_mib: int) -> Vector:
-    """Return what a queue would be charged for the ranks on devices with this much memory."""
+    """Return what a queue would be charged for the ranks, which are all of one job, on devices with this much memory."""
+    uniform = ranks[0].job.uniform if ranks else None
+    if uniform is not None:
+        one, count = uniform.vector(device_memory_mib), len(ranks)
+        return (count * one[0], count * one[1], count * one[2])
     total = ZERO
     for rank in ranks:
         total = add(total, rank.request.vector(device_memory_mib))

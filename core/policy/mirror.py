@@ -255,8 +255,7 @@ class Mirror:
         by = -_CLOSED if closed else _CLOSED
         node.pods_idle += by
         node.pods_later += by
-        self.world.touched.append(node.index)
-        self.world.room_version += 1
+        self.world.stir(node)
         if closed:
             self._closed[name] = None
         else:

@@ -122,6 +122,20 @@ class Node:
         if place.zones:
             numa.take(self.zones, place.zones, idle, later)
 
+    def take_alike(self, request: Request, devices: list[int], ranks: int, idle: int, later: int) -> None:
+        """Change it as `take` does, for so many ranks with the same plain request; `devices` are those of all of them."""
+        self.cpu_idle += idle * ranks * request.cpu_milli
+        self.cpu_later += later * ranks * request.cpu_milli
+        self.memory_idle += idle * ranks * request.memory_bytes
+        self.memory_later += later * ranks * request.memory_bytes
+        self.pods_idle += idle * ranks
+        self.pods_later += later * ranks
+        for device in devices:
+            self.dev_idle[device] += idle * self.full
+            self.dev_later[device] += later * self.full
+            self._set_masks(device)
+        self.later_milli += later * GPU * len(devices)
+
     def share_of(self, request: Request) -> int:
         """Return what the request takes of each of its devices here, in the units of `full`; more than that if it cannot be had."""
         if request.whole:

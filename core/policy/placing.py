@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gangline.core.policy import refusals, topology
-from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, Rank, RankState
+from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, Rank, RankState, waiting
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Place
+from gangline.core.policy.predicates import fit, fit_alike
 from gangline.core.policy.refusals import Refusal
-from gangline.core.policy.scoring import best_place
+from gangline.core.policy.scoring import best_place, by_index, candidates
 from gangline.core.policy.topology import Tiers
 from gangline.core.policy.world import World
 
@@ -49,10 +50,21 @@ class Placer:
         if outer is not None and job.root.constraint is not None and outer.key() == job.root.constraint.key():
             outer = None
         tiers = [self.index]
+        if self._too_many(job, chunk):
+            if not reserve_only:
+                self.refusal = refusals.does_not_fit(self._world, chunk[0], chunk, self._world.nodes)
+            return False
         if self._confined(outer, job.root, task, tiers, self._member) if outer is not None else self._member(job.root, task, tiers):
             return True
         self._world.rollback(mark)
         return False
+
+    def _too_many(self, job: Job, chunk: list[Rank]) -> bool:
+        """Whether it takes no more than counting free devices to see that the chunk does not fit."""
+        request = job.uniform
+        if request is None or job.single is None or not job.plain or not (request.plain and request.count):
+            return False
+        return self.index.room_for(request.count) < len(chunk)
 
     def _member(self, member: Member, task: _Task, tiers: Tiers) -> bool:
         """Place what the member has of the chunk, under its own constraint if it has one."""
@@ -81,6 +93,8 @@ class Placer:
     def _content(self, member: Member, task: _Task, tiers: Tiers) -> bool:
         if isinstance(member, Podset):
             ranks = [r for r in member.ranks if r in task.wanted]
+            if len(ranks) > 1 and by_index(self._world, ranks[0].request) and all(r.request is ranks[0].request and waiting(r) for r in ranks):
+                return self._alike(ranks, task, tiers)
             return all(self._rank(rank, ranks, task, tiers) for rank in ranks)
         return all(self._member(m, task, tiers) for m in member.ordered())
 
@@ -103,6 +117,36 @@ class Placer:
             self.refusal = refusals.does_not_fit(self._world, rank, ranks, nodes)
         return False
 
+    def _alike(self, ranks: list[Rank], task: _Task, tiers: Tiers) -> bool:
+        """Place ranks that ask for the same, node by node.
+
+        The best node for the first is the fullest that has room. With the rank on it, it is fuller still, so it is the best for the next rank as
+        well, until it has no room; and nodes that had none get none. So each node is looked at once, and filled.
+        """
+        at = 0
+        for index in tiers:
+            for now in (True, False):
+                at = self._fill(ranks, at, index, now, task.reserve_only or not now)
+                if at == len(ranks):
+                    return True
+        if self.refusal is None and not task.reserve_only:
+            nodes = self._world.nodes if tiers == [self.index] else [n for index in tiers for n in index.nodes]
+            self.refusal = refusals.does_not_fit(self._world, ranks[at], ranks, nodes)
+        return False
+
+    def _fill(self, ranks: list[Rank], at: int, index: NodeIndex, now: bool, wait: bool) -> int:
+        """Place ranks from position `at` on, as long as there is room; return the position of the first that has no place."""
+        for node in candidates(ranks[at].request, index, now):
+            some = fit_alike(ranks[at].request, len(ranks) - at, node, now, not wait)
+            if some:
+                self._world.place_alike(ranks[at : at + len(some)], node, some, wait)
+                at += len(some)
+            while not some and at < len(ranks) and (place := fit(self._world, ranks[at], node, now)) is not None:
+                (self._world.reserve if wait else self._world.bind)(ranks[at], place)
+                at += 1
+            if at == len(ranks):
+                break
+        return at
 
     def _stays(self, rank: Rank, place: Place) -> bool:
         """Whether an evicted rank can stay where it is, if need be by giving other devices of the node to those who have reserved its own."""

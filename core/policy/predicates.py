@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from gangline.core.policy import devices, migplan, numa
 from gangline.core.policy.gangs import Rank
+from gangline.core.policy.linkaffinity import nearest_devices
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.requests import GPU, Request, within
 from gangline.core.policy.world import World
@@ -44,6 +45,31 @@ def fit(world: World, rank: Rank, node: Node, now: bool, own: Place | None = Non
         return None if chosen is None else Place(node, chosen, GPU, zones)
     found = devices.shares(node, request, now, world.options.share_devices)
     return None if found is None else Place(node, found[0], request.milli_on(node.spec.gpu_memory_mib), zones)
+
+
+def fit_alike(request: Request, ranks: int, node: Node, now: bool, bound: bool) -> list[tuple[int, ...]]:
+    """Return the devices of each of up to `ranks` ranks with the same plain request that fit on the node beside each other.
+
+    `bound`: they take what is idle, and do not only reserve it. Empty as well where one has to ask `fit` for each of them: on nodes with NUMA
+    zones, and for places that are not free now.
+    """
+    if not now or node.zones or not room(node, request, now) or (request.count and not right_kind(node, request)):
+        return []
+    most = min(ranks, node.pods_later, node.pods_idle if bound else ranks)
+    if cpu := request.cpu_milli:
+        most = min(most, node.cpu_later // cpu, node.cpu_idle // cpu if bound else ranks)
+    if memory := request.memory_bytes:
+        most = min(most, node.memory_later // memory, node.memory_idle // memory if bound else ranks)
+    if not request.count:
+        return [()] * most
+    out: list[tuple[int, ...]] = []
+    mask = node.now_mask
+    for _ in range(min(most, mask.bit_count() // request.count)):
+        chosen = nearest_devices(mask, request.count, node.spec.links)
+        for device in chosen:
+            mask &= ~(1 << device)
+        out.append(chosen)
+    return out
 
 
 def _zones(node: Node, request: Request, now: bool, own: Place | None) -> numa.ZoneUse | None:

@@ -43,7 +43,7 @@ class Queue:
     __slots__ = (
         "allocated", "allocatable", "children", "created", "depth", "fair_share", "limit", "name", "nonpreemptible", "parent", "path",
         "preempt_min_runtime_s", "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "usage", "user_fairness", "user_usage", "users",
-        "waiting", "weight", "working",
+        "waiting", "weight", "working", "yielding",
     )  # fmt: skip
 
     def __init__(self, spec: QueueSpec, parent: Queue | None) -> None:
@@ -67,6 +67,8 @@ class Queue:
         self.waiting: Vector = ZERO
         #: jobs of this leaf with ranks that work or have a reservation; kept by World, in no order that means anything
         self.working: dict[Job, None] = {}
+        #: those of them that can be preempted, by priority; no priority is in it without jobs
+        self.yielding: dict[int, dict[Job, None]] = {}
         #: what it has held on average in the past, as parts of what the cluster had then; None: the past does not count
         self.usage: tuple[float, float, float] | None = None
         #: where users take turns: what each is charged, and the usage of each, in the units of `usage`
@@ -79,6 +81,20 @@ class Queue:
 
     def __repr__(self) -> str:
         return f"Queue({self.name})"
+
+    def works(self, job: Job) -> None:
+        """A job of this leaf works, or has a reservation."""
+        self.working[job] = None
+        if job.preemptible:
+            self.yielding.setdefault(job.priority, {})[job] = None
+
+    def stops(self, job: Job) -> None:
+        """A job of this leaf has nothing any more."""
+        self.working.pop(job, None)
+        alike = self.yielding.get(job.priority, {})
+        alike.pop(job, None)
+        if not alike:
+            self.yielding.pop(job.priority, None)
 
     def working_below(self) -> Iterator[Job]:
         """Return the jobs that work or have a reservation, in this queue and all below it."""

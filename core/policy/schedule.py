@@ -130,7 +130,7 @@ def _called(state: State, job_id: str) -> str:
 
 def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
     """A reason is written when its code changes; numbers alone that change do not make an event."""
-    groups: dict[tuple[str, str], tuple[Refusal, list[str]]] = {}
+    groups: dict[tuple[object, ...], tuple[Refusal, list[str]]] = {}
     told: dict[str, None] = {}
     for names, why in reasons_to_wait(mirror, decisions):
         for name in names:
@@ -139,7 +139,8 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
                 continue  # a pass before the one that helped may have refused it, too
             told[name] = None
             if job is not None and job.state == "queued" and (job.deferral is None or job.deferral.code != why.code):
-                groups.setdefault((why.code, why.message), (why, []))[1].append(name)
+                same = (why.code, why.message, tuple(why.need.items()), tuple(why.have.items()))
+                groups.setdefault(same, (why, []))[1].append(name)
     out: list[ev.LogEvent] = []
     # In an order that does not depend on how the mirror came about: a leader that took over must write what the one before would have.
     for why, jobs in sorted(groups.values(), key=lambda g: min(state.jobs[j].number for j in g[1])):

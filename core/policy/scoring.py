@@ -20,13 +20,14 @@ from gangline.core.policy.gangs import Rank
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.predicates import fit, must_wait
+from gangline.core.policy.requests import Request
 from gangline.core.policy.world import World
 
 
 def best_place(world: World, rank: Rank, index: NodeIndex, own: Place | None = None) -> tuple[Place, bool] | None:
     """Return the best place for the rank among the nodes of the index, and whether it must wait for it; None if it fits nowhere."""
     request, options = rank.request, world.options
-    if request.plain and options.prefer_ready and (options.gpu_nodes if request.count else options.cpu_nodes) == "binpack":
+    if by_index(world, request):
         return _by_index(world, rank, index, own)
     if request.shared and options.prefer_ready and options.prefer_shared and options.gpu_nodes == "binpack" and request.nodes is None:
         shared = _by_score(world, rank, index.sharing(), own)
@@ -41,6 +42,12 @@ def best_place(world: World, rank: Rank, index: NodeIndex, own: Place | None = N
     if request.mig and world.partitions and not world.has_mig:
         return _best_instances(world, rank, index, own)
     return _by_score(world, rank, index.nodes, own)
+
+
+def by_index(world: World, request: Request) -> bool:
+    """Whether the best node for such a rank is simply the fullest one where it fits."""
+    options = world.options
+    return request.plain and options.prefer_ready and (options.gpu_nodes if request.count else options.cpu_nodes) == "binpack"
 
 
 def _best_instances(world: World, rank: Rank, index: NodeIndex, own: Place | None) -> tuple[Place, bool] | None:
@@ -67,15 +74,15 @@ def _best_instances(world: World, rank: Rank, index: NodeIndex, own: Place | Non
 
 def _by_index(world: World, rank: Rank, index: NodeIndex, own: Place | None) -> tuple[Place, bool] | None:
     for now in (True, False):
-        for node in _candidates(rank, index, now):
+        for node in candidates(rank.request, index, now):
             place = fit(world, rank, node, now, own)
             if place is not None:
                 return place, not now
     return None
 
 
-def _candidates(rank: Rank, index: NodeIndex, now: bool) -> Iterator[Node]:
-    request = rank.request
+def candidates(request: Request, index: NodeIndex, now: bool) -> Iterator[Node]:
+    """Return the nodes that have the devices, or the CPU, that a plain request asks for, the best one first."""
     return index.fullest(request.count, now) if request.count else index.least_cpu(request.cpu_milli)
 
 

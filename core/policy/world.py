@@ -18,7 +18,7 @@ a session costs follows from what has changed, because nothing is copied: waitin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, put_back, waiting
@@ -79,10 +79,13 @@ class World:
         #: rises when the set of nodes changes, and when anything on a node does
         self.node_version = 0
         self.room_version = 0
-        self._room: tuple[int, int, Vector] | None = None
+        #: what will be free in all, what of it is on each node, and the nodes on which that may have changed since it was added up
+        self._free: Vector = ZERO
+        self._free_on: dict[Node, Vector] = {}
+        self._stirred: dict[Node, None] = {}
         self._requests: dict[Request, Request] = {}
         self._shapes: dict[object, int] = {}
-        self._journal: list[tuple[str, Rank, RankState, Place | None, Vector]] = []
+        self._journal: list[tuple[str, Rank, RankState, Place | None, Vector, tuple[Rank, ...]]] = []
         #: what jobs would lose if they stopped now; None where nothing is known of it
         self.losses: Losses | None = None
         #: names of jobs that are served before all others (earmarks.py)
@@ -110,13 +113,21 @@ class World:
 
     def free_later(self) -> Vector:
         """Return what will be free in all on nodes that give whole devices or none, when what is leaving has left."""
-        if self._room is None or self._room[:2] != (self.node_version, self.room_version):
-            nodes = [n for n in self.nodes if not n.mig_only and n.pods_later > 0]
-            gpus = sum(n.later_milli for n in nodes if n.later_milli > 0)
-            cpu = sum(n.cpu_later for n in nodes if n.cpu_later > 0)
-            memory = sum(n.memory_later for n in nodes if n.memory_later > 0)
-            self._room = (self.node_version, self.room_version, (gpus, cpu, memory))
-        return self._room[2]
+        if self._stirred:
+            g, c, m = self._free
+            for node in self._stirred:
+                old, new = self._free_on.get(node, ZERO), _free_on(node)
+                g, c, m = g + new[0] - old[0], c + new[1] - old[1], m + new[2] - old[2]
+                self._free_on[node] = new
+            self._free = (g, c, m)
+            self._stirred.clear()
+        return self._free
+
+    def stir(self, node: Node) -> None:
+        """Note that something on a node has changed."""
+        self.touched.append(node.index)
+        self.room_version += 1
+        self._stirred[node] = None
 
     def remove_node(self, name: str) -> None:
         """Take a node away. No rank may be on it."""
@@ -132,6 +143,7 @@ class World:
             node.index = at
         self.node_version += 1
         self.touched.clear()
+        self._free, self._free_on, self._stirred = ZERO, {}, dict.fromkeys(self.nodes)
         self.has_mig = any(n.mig_only for n in self.nodes)
         self.partitions = any(n.spec.mig_layout is not None for n in self.nodes)
         gpus = sum(n.gpus * GPU + sum(mig_gpus(p) * count * GPU for p, count in (n.spec.mig or {}).items()) for n in self.nodes)
@@ -177,6 +189,8 @@ class World:
         self.jobs[job.name] = job
         for podset in job.podsets:
             podset.ranks.sort(key=lambda r: r.key)
+        first = job.ranks[0].request if job.ranks else None
+        job.uniform = first if all(r.request is first for r in job.ranks) else None
         job.shape = self._shape_of(job)
         job.plain = all(r.request.affinity is None for r in job.ranks) and not _constrained(job)
         for rank in job.ranks:
@@ -224,7 +238,7 @@ class World:
     def bind(self, rank: Rank, place: Place) -> None:
         """Place a waiting rank where it fits now."""
         assert waiting(rank), f"bind {rank.name}: it is {rank.state.name}"
-        self._journal.append(("bind", rank, rank.state, None, ZERO))
+        self._journal.append(("bind", rank, rank.state, None, ZERO, ()))
         rank.state, rank.place = RankState.BINDING, place
         self._count(rank, 1)
         queue = rank.job.queue
@@ -235,7 +249,7 @@ class World:
     def reserve(self, rank: Rank, place: Place) -> None:
         """Reserve a place for a rank that waits or was evicted."""
         assert rank.reservation is None, f"reserve for {rank.name}: it has a reservation"
-        self._journal.append(("reserve", rank, rank.state, None, ZERO))
+        self._journal.append(("reserve", rank, rank.state, None, ZERO, ()))
         rank.reservation = place
         self._count(rank, 1)
         self._take(rank, place, 0, -1)
@@ -245,7 +259,7 @@ class World:
         """Evict a rank that works: it leaves, and its queue is no longer charged for it."""
         assert rank.state in ACTIVE, f"evict {rank.name}: it is {rank.state.name}"
         assert rank.place is not None, f"{rank.name} works and has no place"
-        self._journal.append(("evict", rank, rank.state, rank.place, rank.charged))
+        self._journal.append(("evict", rank, rank.state, rank.place, rank.charged, ()))
         rank.state = RankState.EVICTED
         self._count(rank, -1)
         self._take(rank, rank.place, 0, 1)
@@ -255,7 +269,7 @@ class World:
         """Take back the eviction of a rank that has got no other place."""
         assert put_back(rank), f"spare {rank.name}: it is {rank.state.name}"
         assert rank.place is not None, f"{rank.name} is leaving and has no place"
-        self._journal.append(("spare", rank, rank.state, rank.place, rank.charged))
+        self._journal.append(("spare", rank, rank.state, rank.place, rank.charged, ()))
         rank.state = RankState.RUNNING
         self._count(rank, 1)
         self._take(rank, rank.place, 0, -1)
@@ -265,7 +279,7 @@ class World:
         """Give a reservation other whole devices of the same node, which must be free later."""
         old = rank.reservation
         assert old is not None, f"shift {rank.name}: it has no reservation"
-        self._journal.append(("shift", rank, rank.state, old, rank.charged))
+        self._journal.append(("shift", rank, rank.state, old, rank.charged, ()))
         rank.reservation = Place(old.node, devices, old.milli, old.zones, old.mig)
         self._take(rank, old, 0, 1)
         self._take(rank, rank.reservation, 0, -1)
@@ -273,7 +287,7 @@ class World:
     def withdraw(self, rank: Rank) -> None:
         """Take back a reservation that was made in this session."""
         assert rank.reservation is not None, f"withdraw {rank.name}: it has no reservation"
-        self._journal.append(("withdraw", rank, rank.state, rank.reservation, rank.charged))
+        self._journal.append(("withdraw", rank, rank.state, rank.reservation, rank.charged, ()))
         self._take(rank, rank.reservation, 0, 1)
         rank.reservation = None
         self._count(rank, -1)
@@ -291,7 +305,7 @@ class World:
     def vanish(self, rank: Rank) -> None:
         """Suppose that a rank that was evicted has gone: it waits again, as one does whose reservation was withdrawn."""
         assert put_back(rank), f"vanish {rank.name}: it is {rank.state.name}"
-        self._journal.append(("vanish", rank, rank.state, rank.place, rank.charged))
+        self._journal.append(("vanish", rank, rank.state, rank.place, rank.charged, ()))
         if rank.state is RankState.EVICTED and rank.place is not None:
             self._take(rank, rank.place, 1, 0)
             rank.place = None
@@ -299,10 +313,60 @@ class World:
         rank.state = RankState.PENDING
         self.waiting.changed[rank.job] = None
 
+    def place_alike(self, ranks: list[Rank], node: Node, devices: list[tuple[int, ...]], wait: bool) -> None:
+        """Bind, or reserve for, waiting ranks of one podset with the same plain request, all on one node; devices are given by rank.
+
+        It is the same as `bind`, or `reserve`, for one after another, and costs less.
+        """
+        assert all(waiting(r) for r in ranks), f"place {ranks[0].job.name}: some of its ranks do not wait"
+        milli = GPU if ranks[0].request.count else 0
+        self._journal.append(("reserve alike" if wait else "bind alike", ranks[0], RankState.PENDING, None, ZERO, tuple(ranks)))
+        charged = ranks[0].request.vector(node.spec.gpu_memory_mib)
+        for rank, chosen in zip(ranks, devices, strict=True):
+            place = Place(node, chosen, milli)
+            rank.charged = charged
+            if wait:
+                rank.reservation = place
+            else:
+                rank.state, rank.place = RankState.BINDING, place
+        self._take_alike(ranks, node, devices, wait, 1)
+
+    def _take_alike(self, ranks: Sequence[Rank], node: Node, devices: list[tuple[int, ...]], wait: bool, by: int) -> None:
+        job, podset, request, count = ranks[0].job, ranks[0].podset, ranks[0].request, by * len(ranks)
+        node.take_alike(request, [d for some in devices for d in some], len(ranks), 0 if wait else -by, -by)
+        self.stir(node)
+        self.waiting.changed[job] = None
+        podset.active += count
+        job.active += count
+        if job.active:
+            job.queue.works(job)
+        else:
+            job.queue.stops(job)
+        if not wait:
+            waits, one = job.queue.waiting, request.vector(self.smallest_device_mib)
+            job.queue.waiting = (waits[0] - count * one[0], waits[1] - count * one[1], waits[2] - count * one[2])
+        charged = request.vector(node.spec.gpu_memory_mib)
+        self._charge_queues(job, count * charged[0], count * charged[1], count * charged[2])
+
+    def _undo_alike(self, ranks: tuple[Rank, ...], wait: bool) -> None:
+        places = [r.reservation if wait else r.place for r in ranks]
+        node, devices = places[0].node if places[0] else None, [p.devices for p in places if p is not None]
+        assert node is not None, f"{ranks[0].name} was placed and has no place"
+        for rank in ranks:
+            rank.charged = ZERO
+            if wait:
+                rank.reservation = None
+            else:
+                rank.state, rank.place = RankState.PENDING, None
+        self._take_alike(ranks, node, devices, wait, -1)
+
     def rollback(self, checkpoint: int) -> None:
         """Undo everything since the checkpoint, the last change first."""
         while len(self._journal) > checkpoint:
-            what, rank, state, place, charged = self._journal.pop()
+            what, rank, state, place, charged, alike = self._journal.pop()
+            if alike:
+                self._undo_alike(alike, what == "reserve alike")
+                continue
             if what == "vanish":
                 self._unvanish(rank, state, place)
                 continue
@@ -342,7 +406,7 @@ class World:
 
     def changes(self, checkpoint: int = 0) -> list[Rank]:
         """Return the ranks that were changed since the checkpoint, each once, in order of their first change."""
-        return list(dict.fromkeys(entry[1] for entry in self._journal[checkpoint:]))
+        return list(dict.fromkeys(rank for entry in self._journal[checkpoint:] for rank in entry[5] or (entry[1],)))
 
     def commit(self) -> None:
         """Make everything so far final: it can no longer be rolled back."""
@@ -350,8 +414,7 @@ class World:
 
     def _take(self, rank: Rank, place: Place, idle: int, later: int) -> None:
         place.node.take(rank.request, place, idle, later)
-        self.touched.append(place.node.index)
-        self.room_version += 1
+        self.stir(place.node)
         self.waiting.changed[rank.job] = None
 
     def _count(self, rank: Rank, by: int) -> None:
@@ -359,23 +422,25 @@ class World:
         job = rank.job
         job.active += by
         if by < 0 and job.active == 0:
-            job.queue.working.pop(job, None)
+            job.queue.stops(job)
         elif by > 0:
-            job.queue.working[job] = None
+            job.queue.works(job)
 
     def _charge(self, rank: Rank, vector: Vector) -> None:
         old = rank.charged
         if vector == old:
             return
         rank.charged = vector
-        g, c, m = vector[0] - old[0], vector[1] - old[1], vector[2] - old[2]
-        fixed = not rank.job.preemptible
-        leaf = rank.job.queue
+        self._charge_queues(rank.job, vector[0] - old[0], vector[1] - old[1], vector[2] - old[2])
+
+    def _charge_queues(self, job: Job, g: int, c: int, m: int) -> None:
+        fixed = not job.preemptible
+        leaf = job.queue
         if leaf.user_fairness:
-            held = add(leaf.users.pop(rank.job.user, ZERO), (g, c, m))
+            held = add(leaf.users.pop(job.user, ZERO), (g, c, m))
             if held != ZERO:
-                leaf.users[rank.job.user] = held
-        for queue in rank.job.queue.path:
+                leaf.users[job.user] = held
+        for queue in leaf.path:
             a = queue.allocated
             queue.allocated = (a[0] + g, a[1] + c, a[2] + m)
             if fixed:
@@ -434,6 +499,13 @@ class World:
     def job_key(self, job: Job) -> JobKey:
         """Return its place in the order of its queue: larger priority, lower standing, older, name."""
         return (-job.priority if self.options.priorities else 0, job.standing, job.order, job.name)
+
+
+def _free_on(node: Node) -> Vector:
+    """What a node adds to what will be free in all."""
+    if node.mig_only or node.pods_later <= 0:
+        return ZERO
+    return (max(0, node.later_milli), max(0, node.cpu_later), max(0, node.memory_later))
 
 
 def _constrained(job: Job) -> bool:
