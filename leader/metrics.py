@@ -56,6 +56,7 @@ class Metrics:
         )
         self._start_seconds = t.histogram("gangline.gang.start.duration", "Time of a start by phase: queue, start.", LONG_SECONDS_BUCKETS)
         self._preemptions = t.counter("gangline.preemptions", "Gangs asked to leave, by reason.")
+        self._withheld = t.counter("gangline.evictions.withheld", "Evictions not made because they would break the promise of an end to them.")
         self._finished = t.counter("gangline.gangs.finished", "Gangs that ended, by outcome.")
         self._nodes_lost = t.counter("gangline.nodes.lost", "Nodes declared lost, by cause.")
         self._request_seconds = t.histogram("gangline.http.request.duration", "Time of an HTTP request by route; streams are not timed.")
@@ -99,6 +100,10 @@ class Metrics:
     def cycled(self, seconds: float) -> None:
         """A decision cycle is over."""
         self._cycle_seconds.record(seconds)
+
+    def withheld(self) -> None:
+        """An eviction was not made because it would break what the policy promises."""
+        self._withheld.add(1)
 
     def asked_store(self, operation: str, seconds: float) -> None:
         """A request to etcd has its answer."""

@@ -288,6 +288,10 @@ class Term:
         for job, message in self.state.scratch.faults.items():
             self._journal.error("policy_error", index=self.state.index, gang=job, message=message)
         self.state.scratch.faults.clear()
+        for job, message in self.state.scratch.withheld.items():
+            self._journal.error("eviction_withheld", index=self.state.index, gang=job, message=message)
+            self._metrics.withheld()
+        self.state.scratch.withheld.clear()
 
     # ---------------------------------------------------------------- commit and project
 

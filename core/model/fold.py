@@ -656,6 +656,8 @@ def _end_generation(job: Job, at_ms: int) -> None:
 
 def _earmark(state: State, victim: Job, beneficiary: str, gone_ms: int, index: int, at_ms: int) -> None:
     """Keep what a victim gives up for the job that it makes room for, until a while after it must have gone."""
+    if beneficiary:
+        victim.evicted_for, victim.evicted_at_ms = beneficiary, at_ms
     job = state.jobs.get(beneficiary)
     if job is None or job.state == "finished" or job.stop:
         return

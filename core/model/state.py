@@ -162,6 +162,9 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     saved_at_ms: int = 0
     #: the job that it was asked to make room for
     beneficiary: str = ""
+    #: the last job that it was evicted for, and when
+    evicted_for: str = ""
+    evicted_at_ms: int = 0
     #: GPU time of its own since the last checkpoint, lost whenever a generation ended before the job did; and lost by others for its sake
     lost_gpu_ms: int = 0
     cost_gpu_ms: int = 0
@@ -277,6 +280,8 @@ class Scratch:
         self.looked_ms = 0
         #: jobs on which the rules failed, and how: for the shell to report
         self.faults: dict[str, str] = {}
+        #: jobs for which an eviction was not made because it would break what the policy promises (policy/potential.py), and how
+        self.withheld: dict[str, str] = {}
         #: jobs and nodes that are to be taken into the mirror anew (policy/mirror.py), or everything
         self.moved: dict[str, None] = {}
         self.moved_nodes: dict[str, None] = {}

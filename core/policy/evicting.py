@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, next_chunk
 from gangline.core.policy.order import victims_in_order, waiting_order
 from gangline.core.policy.placing import Placer
-from gangline.core.policy.queues import Queue
+from gangline.core.policy.potential import rises
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.report import Action, Notes
 from gangline.core.policy.requests import Vector
@@ -33,24 +33,31 @@ def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer
         if offered is not None and offered[0]:
             jobs, protected, validate = offered
             if VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate).run(chunk):
+                wrong = rises(world, job, mark, action)
+                if wrong:
+                    world.rollback(mark)
+                    notes.withheld[job] = wrong
+                    continue
                 notes.served[job] = None
-                for rank in world.changes(mark):
-                    if rank.state is RankState.EVICTED:
-                        notes.causes[rank] = (action, job.name)
+                _note_causes(world, notes, action, job, mark)
                 continue
         if signature is not None:
             order.fail(signature, _FAILED, job.queue)
+
+
+def _note_causes(world: World, notes: Notes, action: Action, job: Job, mark: int) -> None:
+    """Note for whose sake the changes since `mark` were made; who takes another's reservation takes over what had been evicted for that."""
+    changed = world.changes(mark)
+    withdrawn = {rank.job.name: None for rank in changed if rank.state is RankState.WITHDRAWN}
+    if withdrawn:
+        for rank, (why, other) in notes.causes.items():
+            if other in withdrawn:
+                kind: Action = "preempt" if rank.job.queue is job.queue else "reclaim"
+                notes.causes[rank] = (why if why == "consolidate" else kind, job.name)
+    notes.causes |= {rank: (action, job.name) for rank in changed if rank.state is RankState.EVICTED}
 
 
 def delayed(job: Job) -> bool:
     """Whether the job is too young, or was evicted too recently, to evict others."""
     times = [t for t in (job.age_s, job.evicted_s_ago) if t is not None]
     return bool(times) and min(times) < job.preemption_delay_s
-
-
-def path_split(a: Queue, b: Queue) -> tuple[Queue, Queue] | None:
-    """Return the ancestors of two queues at the highest level where their paths differ; None if one is the other."""
-    for x, y in zip(reversed(a.path), reversed(b.path), strict=False):
-        if x is not y:
-            return x, y
-    return None

@@ -80,7 +80,7 @@ class Mirror:
     """One world beside one state. `sync` before each session, `take_back` after it."""
 
     def __init__(self) -> None:
-        self.world = World(Options(evict_for_surplus=False))
+        self.world = World(Options(evict_for_surplus=False, no_thrash=True))
         self.placer = Placer(self.world)
         self._tree: QueueTree | None = None
         #: GPU indices of a node by position of the device in the world

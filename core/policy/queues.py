@@ -111,3 +111,11 @@ class Queue:
             min(lim[1], max(q[1], share[1])),
             min(lim[2], max(q[2], share[2])),
         )
+
+
+def path_split(a: Queue, b: Queue) -> tuple[Queue, Queue] | None:
+    """Return the ancestors of two queues at the highest level where their paths differ; None if one is the other."""
+    for x, y in zip(reversed(a.path), reversed(b.path), strict=False):
+        if x is not y:
+            return x, y
+    return None

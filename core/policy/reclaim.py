@@ -23,7 +23,7 @@ from __future__ import annotations
 from gangline.core.policy import evicting
 from gangline.core.policy.gangs import Job, Rank
 from gangline.core.policy.placing import Placer
-from gangline.core.policy.queues import Queue
+from gangline.core.policy.queues import Queue, path_split
 from gangline.core.policy.report import Notes
 from gangline.core.policy.requests import UNLIMITED, Vector, add, subtract, within
 from gangline.core.policy.victims import Validate
@@ -69,7 +69,7 @@ def _candidates(world: World, reclaimer: Queue, need: Vector, mig: bool) -> list
 
 
 def _within_min_runtime(reclaimer: Queue, victim: Job) -> bool:
-    split = evicting.path_split(reclaimer, victim.queue)
+    split = path_split(reclaimer, victim.queue)
     if split is None or victim.started_s_ago is None:
         return False
     least = next((q.reclaim_min_runtime_s for q in split[1].path if q.reclaim_min_runtime_s is not None), 0.0)
@@ -81,7 +81,7 @@ def _fair(reclaimer: Queue, start: dict[Queue, Vector], lost: list[tuple[Job, Ve
     left = dict(start)
     losers: dict[Queue, None] = {}
     for job, vector in lost:
-        split = evicting.path_split(reclaimer, job.queue)
+        split = path_split(reclaimer, job.queue)
         if split is None or not _may_take(split[0], split[1], left[split[1]], start[split[0]], need):
             return False
         for queue in job.queue.path:

@@ -51,6 +51,8 @@ class Decisions:
     evictions: list[Eviction] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
     refusals: list[tuple[tuple[Job, ...], Refusal]] = field(default_factory=list)
+    #: jobs for which nobody is evicted because that would break what potential.py states, and how
+    withheld: dict[Job, str] = field(default_factory=dict)
 
     def refusal(self, job: Job) -> Refusal | None:
         """Return why a job waits."""
@@ -64,6 +66,9 @@ class Notes:
         #: jobs for which nobody is evicted in this session
         self.barred = barred or {}
         self.refusals: dict[Job, Refusal] = {}
+        self.withheld: dict[Job, str] = {}
+        #: where in the world's journal the allocation ended
+        self.allocated = 0
         self.skipped: list[tuple[list[Job], Refusal]] = []
         self.causes: dict[Rank, tuple[Action, str]] = {}
         #: jobs for which others were evicted, or lost their reservations

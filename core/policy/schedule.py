@@ -16,6 +16,7 @@ from gangline.core.model import events as ev
 from gangline.core.model.state import State
 from gangline.core.policy import gangs
 from gangline.core.policy.earmarks import earmarked
+from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
 from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.nodes import Place
@@ -49,9 +50,10 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
         try:
             mirror.sync(state, now_ms)
             mirror.world.first = earmarked(state, now_ms)
-            mirror.world.losses = Losses(state, now_ms)
+            mirror.world.losses, mirror.world.ledger = Losses(state, now_ms), Ledger(state, now_ms)
             waiting = mirror.world.waiting_groups()
             decisions = run_session(mirror.world, PASSES, mirror.placer) if waiting else Decisions()
+            state.scratch.withheld |= {job.name: why for job, why in decisions.withheld.items()}
             events = _events(state, mirror, decisions, now_ms)
             mirror.take_back()
             # What was decided becomes true before the next look; the last look finds nothing.
@@ -100,7 +102,9 @@ def _placed(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEv
 
 def _evicted(state: State, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
     """Whole gangs: what is left of one that lost ranks could not go on as it is."""
-    causes = {e.rank.job.name: (e.action, e.beneficiary) for e in reversed(decisions.evictions)}
+    causes: dict[str, tuple[Action, str]] = {}
+    for e in decisions.evictions:
+        causes.setdefault(e.rank.job.name, (e.action, e.beneficiary))
     out: list[ev.LogEvent] = []
     for job_id, (action, beneficiary) in causes.items():
         job = state.jobs[job_id]

@@ -17,6 +17,7 @@ from gangline.core.policy.consolidate import consolidate
 from gangline.core.policy.earmarks import serve
 from gangline.core.policy.gangs import Job, RankState
 from gangline.core.policy.placing import Placer
+from gangline.core.policy.potential import turned
 from gangline.core.policy.preempt import preempt
 from gangline.core.policy.preview import in_vain
 from gangline.core.policy.reclaim import reclaim
@@ -42,6 +43,8 @@ def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Place
         notes = Notes(barred)
         _run(world, actions, placer, notes)
         vain = in_vain(world, placer, notes)
+        if world.options.no_thrash:
+            vain += turned(world, notes, notes.allocated)
         if not vain:
             return _decisions(world, notes)
         world.rollback(start)
@@ -56,6 +59,7 @@ def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) 
     for action in actions:
         if action == "allocate":
             allocate(world, placer, notes)
+            notes.allocated = world.checkpoint()
         elif action == "consolidate":
             consolidate(world, placer, notes)
         elif action == "reclaim":
@@ -67,7 +71,7 @@ def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) 
 
 
 def _decisions(world: World, notes: Notes) -> Decisions:
-    out = Decisions()
+    out = Decisions(withheld=notes.withheld)
     for rank in world.changes():
         moved = rank.state is RankState.EVICTED
         if rank.state is RankState.BINDING and rank.place is not None:

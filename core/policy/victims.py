@@ -5,7 +5,7 @@ judged by *simulation*: all are evicted; then the preemptor and the jobs of the 
 reservation where it fits. So
 
 - a victim that fits again where it was is simply not evicted,
-- one that fits elsewhere is moved: evicted, with a reservation,
+- one that fits elsewhere is moved: evicted, with a reservation (in production that is a loss like any, see potential.py),
 - the rest is lost,
 - a reservation that was made earlier in the session can be a victim as well: it is withdrawn,
 - and a victim that outranks the preemptor gets its place first, so that the search may fail.
@@ -161,7 +161,7 @@ class VictimSearch:
             g = c = m = 0
             for rank, charged in zip(step.ranks, step.vectors, strict=True):
                 evicted = evicted or rank.state in _GIVEN_UP
-                if put_back(rank):
+                if put_back(rank) or (rank.state is RankState.EVICTED and self._world.options.no_thrash):
                     g, c, m = g + charged[0], c + charged[1], m + charged[2]
             if g or c or m:
                 lost.append((step.job, (g, c, m)))

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, put_back, waiting
+from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
 from gangline.core.policy.nodes import Node, NodeSpec, Place
 from gangline.core.policy.queues import Queue, QueueSpec
@@ -47,6 +48,9 @@ class Options:
     staleness_grace_s: float = 60.0
     #: ranks beyond a gang's minimum may have others evicted; without this they only get what is idle
     evict_for_surplus: bool = True
+    #: what potential.py states holds for the session as a whole; and who is moved by reclaim or preempt must be one that may be taken for
+    #: good, since a move restarts it, too
+    no_thrash: bool = False
     #: what-if placements tried for one waiting job in one pass, at most
     simulations: int = 1000
 
@@ -88,6 +92,8 @@ class World:
         self._journal: list[tuple[str, Rank, RankState, Place | None, Vector, tuple[Rank, ...]]] = []
         #: what jobs would lose if they stopped now; None where nothing is known of it
         self.losses: Losses | None = None
+        #: who was evicted for whom lately; None where nothing is known of it
+        self.ledger: Ledger | None = None
         #: names of jobs that are served before all others (earmarks.py)
         self.first: tuple[str, ...] = ()
         #: the jobs that wait, in groups
@@ -407,6 +413,14 @@ class World:
     def changes(self, checkpoint: int = 0) -> list[Rank]:
         """Return the ranks that were changed since the checkpoint, each once, in order of their first change."""
         return list(dict.fromkeys(rank for entry in self._journal[checkpoint:] for rank in entry[5] or (entry[1],)))
+
+    def charged_before(self, checkpoint: int) -> dict[Rank, Vector]:
+        """Return what was charged at the checkpoint for the ranks that were changed since then."""
+        out: dict[Rank, Vector] = {}
+        for entry in self._journal[checkpoint:]:
+            for rank in entry[5] or (entry[1],):
+                out.setdefault(rank, entry[4])
+        return out
 
     def commit(self) -> None:
         """Make everything so far final: it can no longer be rolled back."""

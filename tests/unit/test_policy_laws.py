@@ -193,6 +193,7 @@ def test_nothing_is_broken_and_everything_can_be_undone(plan: Plan) -> None:
     before = picture(world)
     decisions = run_session(world)
     assert violations(world, decisions) == []
+    assert decisions.withheld == {}, "each eviction lowers the potential"
     world.rollback(0)
     assert picture(world) == before
 

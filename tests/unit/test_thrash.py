@@ -1,0 +1,130 @@
+"""Evictions end: random clusters through the production `decide` and the fold, with time, until nothing is left to decide."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from policycluster import Cluster
+
+from gangline.core.model import events as ev
+from gangline.core.model.queues import Amounts, QueueSpec, Weights
+from gangline.core.model.spec import Preemption
+from gangline.core.model.state import State
+
+#: of half a minute each: longer than grace and protection together
+ROUNDS = 40
+#: at the end of which nobody is asked to leave any more
+QUIET = 8
+
+
+def declared(rng: random.Random, gpus: int) -> tuple[QueueSpec, ...]:
+    """A tree of two to four leaves, below two parents or none, with quotas that may add up to more than there is."""
+
+    def amounts(unlimited: float) -> Amounts:
+        return Amounts() if rng.random() < unlimited else Amounts(
+            gpus_milli=rng.randint(0, gpus) * 1000, cpus_milli=rng.choice([None, None, rng.randint(1, 64) * 1000])
+        )  # fmt: skip
+
+    def queue(path: str) -> QueueSpec:
+        return QueueSpec(
+            path, quota=amounts(0.1), limit=amounts(0.8), over_quota_weight=Weights(rng.randint(0, 3), 1, 1),
+            priority=rng.choice([100, 100, 200]),
+        )  # fmt: skip
+
+    if rng.random() < 0.5:
+        return tuple(queue(name) for name in "abc"[: rng.randint(2, 3)])
+    return tuple(queue(path) for path in ("x", "x/a", "x/b", "y", "y/c", "y/d")[: rng.choice([5, 6])])
+
+
+def leaves(queues: tuple[QueueSpec, ...]) -> list[str]:
+    return [q.path for q in queues if not any(other.parent == q.path for other in queues)]
+
+
+def allocated(state: State, queue: str) -> dict[str, int]:
+    """What placed gangs at or below a queue hold, those that are leaving left out."""
+    jobs = [state.jobs[j] for j in state.running]
+    mine = [j for j in jobs if j.state != "preempting" and (j.spec.queue == queue or j.spec.queue.startswith(f"{queue}/"))]
+    return {
+        "gpus_milli": sum(j.world_size * j.spec.resources.gpus * 1000 for j in mine),
+        "cpus_milli": sum(j.world_size * j.spec.resources.cpus_milli for j in mine),
+    }
+
+
+def within_quota(state: State, queue: str) -> bool:
+    quota = state.queues.specs[queue].quota
+    return all(getattr(quota, r) is None or have <= getattr(quota, r) for r, have in allocated(state, queue).items())
+
+
+def side(of_queue: str, against: str) -> str:
+    """The ancestor of a queue below which it parts from another."""
+    mine, other = of_queue.split("/"), against.split("/")
+    at = next(i for i in range(len(mine)) if other[: i + 1] != mine[: i + 1])
+    return "/".join(mine[: at + 1])
+
+
+class Judged(Cluster):
+    """Looks at each reclaim when it is decided."""
+
+    def add(self, *events: ev.LogEvent) -> None:
+        for event in events:
+            if isinstance(event, ev.GangPreempting) and event.cause == "reclaimed":
+                victim, winner = self.job(event.job).spec.queue, self.job(event.beneficiary).spec.queue
+                theirs = side(victim, winner)
+                assert not within_quota(self.state, theirs), f"{theirs} is within quota and loses {event.job}"
+            super().add(event)
+
+
+def submit(c: Cluster, rng: random.Random, name: str, queues: list[str]) -> None:
+    ranks = rng.choice([1, 1, 2, 3, 4, 6])
+    c.submit(
+        name, ranks=ranks, gpus=rng.choice([1, 1, 2, 4]), queue=rng.choice(queues), priority=(priority := rng.choice([20, 50, 50, 75, 100])),
+        preemptible=priority < 100, preemption=Preemption(grace_s=rng.choice([0, 5, 10])),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_evictions_end_and_are_never_in_vain(seed: int) -> None:
+    rng = random.Random(seed)
+    c = Judged(*[f"n{i}" for i in range(rng.randint(1, 4))], gpus=4)
+    queues = declared(rng, 4 * len(c.state.nodes))
+    c.add(ev.QueuesDeclared(queues=queues))
+    some = leaves(queues)
+    names = [f"j{i}" for i in range(rng.randint(4, 14))]
+    for name in names[: len(names) // 2]:
+        submit(c, rng, name, some)
+    c.at(1)
+    c.run_all()
+    c.at(120)
+    for name in names[len(names) // 2 :]:
+        submit(c, rng, name, some)
+    evictions: list[int] = []
+    for _ in range(ROUNDS):
+        before = len(c.log)
+        c.at(30)
+        made_for = list(c.state.earmarks)
+        c.now += 10_000
+        c.cycle()
+        c.release()
+        c.cycle()
+        placed = {e.job for e in c.log[before:] if isinstance(e, ev.GangPlaced)}
+        assert set(made_for) <= placed, f"room was made for {set(made_for) - placed}, who have not got it"
+        c.run_all()
+        evictions.append(len([e for e in c.log[before:] if isinstance(e, ev.GangPreempting)]))
+    assert evictions[-QUIET:] == [0] * QUIET, evictions
+    assert c.state.scratch.withheld == {}
+
+
+def test_who_was_evicted_does_not_take_the_place_back_over_others() -> None:
+    from gangline.core.policy.ledger import LEDGER_MS, Ledger
+
+    c = Cluster("n1")
+    for job in ("a", "b", "c"):
+        c.submit(job)
+    c.job("a").evicted_for, c.job("a").evicted_at_ms = "b", c.now
+    c.job("b").evicted_for, c.job("b").evicted_at_ms = "c", c.now
+    ledger = Ledger(c.state, c.now + 1_000)
+    assert ledger.returns("a", "b")
+    assert ledger.returns("a", "c")
+    assert not ledger.returns("c", "a")
+    assert not Ledger(c.state, c.now + LEDGER_MS).returns("a", "c")
