@@ -40,7 +40,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     share: GpuShare | None = None
 
 
-def read_status(path: Path) -> RankStatus | None:
+def read_status(path: Path | str) -> RankStatus | None:
     """Return the status in a file; None when there is none or it cannot be read."""
     try:
         return msgspec.json.decode(rankfile.read(str(path)), type=RankStatus)
@@ -121,7 +121,7 @@ def not_started(launch: Launch, message: str) -> RankStatus:
     )  # fmt: skip
 
 
-def save_status(path: Path, status: RankStatus) -> None:
+def save_status(path: str, status: RankStatus) -> None:
     """Write a status in the place of a supervisor that is gone."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -156,7 +156,7 @@ def _session_members(session: int) -> list[int]:
 
 def stored_statuses(runs: Path) -> Iterator[RankStatus]:
     """Yield every status under a folder of runs that can be read and lies where it says that it belongs."""
-    for path in sorted(runs.glob("*/[0-9]*/rank-*.status")):
+    for path in sorted(runs.glob("*.status")):
         status = read_status(path)
-        if status is not None and (status.job, str(status.generation)) == (path.parts[-3], path.parts[-2]):
+        if status is not None and path.name == os.path.basename(rankfile.status_path(status.job, status.generation, status.rank)):
             yield status

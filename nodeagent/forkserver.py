@@ -87,7 +87,7 @@ def _report(request: supervisor.Request, shared: supervisor.Shared, error: OSErr
         supervisor=0, supervisor_start=0, state="exited", pid=0, pid_start=0, exit_code=127, cause="start_failed",
         message=f"cannot fork: {error.strerror}", started_at_ms=0, exited_at_ms=supervisor.now_ms(), dropped_bytes=0,
     )  # fmt: skip
-    fd = rankfile.claim(f"{request['folder']}/{rankfile.status_name(supervisor.rank_of(request))}", status)
+    fd = rankfile.claim(supervisor.status_path(request), status)
     if fd >= 0:
         os.close(fd)
     rankfile.hint(shared.hints, f"{request['job']} {request['generation']} {request['rank']}\n")

@@ -217,7 +217,7 @@ class Gangs:
                 self._dismiss(gang.job, r)
         old = {r.generation for r in have.ranks} - {r.generation for r in keep} - {gang.generation}
         if is_safe(gang.job):
-            self._state.remove_runs(gang.job, sorted(old))
+            self._state.remove_runs(gang.job, old)
         # Progress belongs to a generation, unless its ranks go on.
         told = (have.step, have.checkpoint_step, have.checkpoint_path) if any(r.live for r in keep) else (-1, -1, "")
         self._gangs[gang.job] = LocalGang(
@@ -236,7 +236,7 @@ class Gangs:
             spec = await self._spec(gang)
             if spec is None:
                 return
-            self._state.make_folders(gang.job, gang.generation)
+            self._state.make_folder(gang.job)
             changed = await self._partitions.arrange(gang.ranks)
             if changed:
                 self._log.info("partitioned", gang=gang.job, made=_words(changed.made), unmade=_words(changed.unmade))
@@ -290,8 +290,6 @@ class Gangs:
         record = self._records[job]
         launches = []
         for generation in sorted({r.generation for r in ranks}):
-            with contextlib.suppress(OSError):  # then their supervisors find no place for their status, and they are given up
-                self._state.make_folders(job, generation)
             self._tell(job, generation, jobevents.start_event(gang, now_ms()))
         for r in ranks:
             self.socket.admit(record.tokens[_token_key(r)], RankRef(job, r.generation, r.rank))
@@ -309,14 +307,14 @@ class Gangs:
         here = Here(
             node=self._node.name, base=self._node.base_environment, gpus=self._facts,
             simulated=self._node.inventory.kind == "simulated", socket=str(self._state.job_socket), port=self._gangs[job].port,
-            events=str(self._state.events(job, generation)), token=record.tokens[_token_key(r)],
+            events=self._state.events(job, generation), token=record.tokens[_token_key(r)],
             instances=tuple(self._partitions.uuid_of(one) for one in r.share.mig) if r.share is not None else (), mps_pipe=self._node.mps_pipe,
         )  # fmt: skip
         return Launch(
-            job=job, generation=generation, rank=r.rank, gpus=r.gpus, boot_id=self._node.boot_id, folder=f"runs/{job}/{generation}",
+            job=job, generation=generation, rank=r.rank, gpus=r.gpus, boot_id=self._node.boot_id,
             command=spec.command, env=rank_environment(gang, r, spec, here),
-            workdir=spec.workdir or str(self._state.root / "work" / job / f"rank-{r.rank}"), make_workdir=not spec.workdir,
-            log=f"logs/{job}/{generation}/rank-{r.rank}.log", log_part_bytes=LOG_PART_BYTES, log_parts=LOG_PARTS,
+            workdir=spec.workdir or self._state.workdir(job, r.rank), make_workdir=not spec.workdir,
+            log=f"logs/{job}/rank-{r.rank}.{generation}.log", log_part_bytes=LOG_PART_BYTES, log_parts=LOG_PARTS,
             fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, share=r.share, **_locks(r),
         )  # fmt: skip
 
@@ -377,8 +375,7 @@ class Gangs:
         self._retired = self._state.forgotten()
         self._unswept = dict(self._retired)
         for record in self._state.records():
-            if record.generation > self._retired.get(record.job, -1):
-                self._adopt_record(record)
+            self._adopt_record(record)
         now = time.monotonic()
         for found in stored_statuses(self._state.root / "runs"):
             if found.generation <= self._retired.get(found.job, -1) and found.state == "exited":

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import stat
-from pathlib import Path
 
 import msgspec
 
@@ -30,7 +29,7 @@ def stop_event(gang: DesiredGang, generation: int, notice: StopNotice, at_ms: in
     return _head(_EVENT_OF_CAUSE.get(notice.cause, "preemption"), gang.job, generation, at_ms) | _fields(notice)
 
 
-def append_event(path: Path, event: dict[str, object]) -> None:
+def append_event(path: str, event: dict[str, object]) -> None:
     """Append to an events file. No space is no reason not to start or stop a rank."""
     line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
     with contextlib.suppress(OSError):
@@ -41,7 +40,7 @@ def append_event(path: Path, event: dict[str, object]) -> None:
             os.close(fd)
 
 
-def read_events(path: Path) -> list[dict[str, object]]:
+def read_events(path: str) -> list[dict[str, object]]:
     """Return the events in a file. The job could have written there, so what is no event is left out, and what is too much."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

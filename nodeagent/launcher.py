@@ -36,8 +36,6 @@ class Launch(msgspec.Struct, frozen=True):
     rank: int
     gpus: tuple[int, ...]
     boot_id: str
-    #: folder of the status and command files; must exist
-    folder: str
     command: tuple[str, ...]
     env: dict[str, str]
     workdir: str

@@ -13,7 +13,7 @@ import msgspec
 
 from gangline.nodeagent.statedir import is_safe
 
-_PART = re.compile(r"^rank-(?P<rank>[0-9]{1,9})\.log(?:\.(?P<base>[0-9]{16}))?$")
+_PART = re.compile(r"^rank-(?P<rank>[0-9]{1,9})\.(?P<generation>[0-9]{1,9})\.log(?:\.(?P<base>[0-9]{16}))?$")
 
 #: logs of so many jobs are kept after their end, and no older or larger ones than this
 JOBS_KEPT = 200
@@ -46,9 +46,9 @@ def read(logs: Path, job: str, rank: int, *, generation: int | None, offset: int
     """
     if not is_safe(job):
         raise NoLog(f"{job!r} is not a job id")
-    found = generation if generation is not None else _newest_generation(logs / job, rank)
-    folder = logs / job / str(found)
-    parts = _parts(folder, rank)
+    folder = logs / job
+    found = generation if generation is not None else _newest_generation(folder, rank)
+    parts = _parts(folder, rank, found)
     if not parts:
         raise NoLog(f"rank {rank} of job {job}, generation {found}, has no log here")
     start, end = parts[0].base, parts[-1].base + parts[-1].size
@@ -60,14 +60,15 @@ def read(logs: Path, job: str, rank: int, *, generation: int | None, offset: int
 
 def _newest_generation(folder: Path, rank: int) -> int:
     with contextlib.suppress(OSError):
-        generations = sorted((int(n) for n in os.listdir(folder) if n.isdecimal()), reverse=True)
+        matches = (_PART.match(name) for name in os.listdir(folder))
+        generations = sorted({int(m["generation"]) for m in matches if m is not None and int(m["rank"]) == rank}, reverse=True)
         for g in generations:
-            if _parts(folder / str(g), rank):
+            if _parts(folder, rank, g):
                 return g
     raise NoLog(f"rank {rank} of job {folder.name} has no log here")
 
 
-def _parts(folder: Path, rank: int) -> list[_Part]:
+def _parts(folder: Path, rank: int, generation: int) -> list[_Part]:
     """Return the files of a log, oldest first. The newest has no offset in its name: it goes on where the last full one ended."""
     full: list[_Part] = []
     newest: tuple[int, str] | None = None
@@ -77,7 +78,7 @@ def _parts(folder: Path, rank: int) -> list[_Part]:
         return []
     for name in names:
         match = _PART.match(name)
-        if match is None or int(match["rank"]) != rank:
+        if match is None or (int(match["rank"]), int(match["generation"])) != (rank, generation):
             continue
         with contextlib.suppress(OSError):
             info = os.lstat(folder / name)
@@ -126,9 +127,21 @@ def prune(root: Path, keep: set[str]) -> list[str]:
         total += _size(root / "logs" / job)
         if i >= JOBS_KEPT or total > KEPT_BYTES:
             removed.append(job)
-            for folder in ("logs", "work", "runs"):
-                shutil.rmtree(root / folder / job, ignore_errors=True)
+            shutil.rmtree(root / "logs" / job, ignore_errors=True)
+    gone = set(removed)
+    for folder in ("work", "runs"):
+        for name in os.listdir(root / folder):
+            if name.partition("@")[0] in gone:
+                _remove(root / folder / name)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, whatever a job may have made of it."""
+    try:
+        path.unlink()
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _size(folder: Path) -> int:

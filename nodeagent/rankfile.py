@@ -1,10 +1,11 @@
 """The files by which agent and supervisors know of each other, and how a process is recognised. Small imports: bare interpreters read it.
 
-    runs/<job>/<generation>/rank-<r>.status   written by the supervisor, the same line twice; the truth about the rank
-    runs/<job>/<generation>/rank-<r>.ctl      appended to by the agent: one command a line, read by the supervisor on SIGUSR1
-    notify                                    a FIFO: supervisors hint there that a status file has changed; a lost hint loses nothing
+    runs/<job>@<generation>.<rank>.status   written by the supervisor, the same line twice; the truth about the rank
+    runs/<job>@<generation>.<rank>.ctl      appended to by the agent: one command a line, read by the supervisor on SIGUSR1
+    notify                                  a FIFO: supervisors hint there that a status file has changed; a lost hint loses nothing
 
-A FIFO and not a datagram socket, because the kernel queues ten datagrams by default and a gang ends with more ranks than that at once.
+One folder for all, because making one costs a file system more than the files in it. A FIFO and not a datagram socket, because the kernel
+queues ten datagrams by default and a gang ends with more ranks than that at once.
 """
 
 from __future__ import annotations
@@ -24,14 +25,26 @@ MESSAGE_CHARS_MAX = 500
 Status = dict[str, object]
 
 
-def status_name(rank: int) -> str:
-    """Name of the status file of a rank inside the folder of its generation."""
-    return f"rank-{rank}.status"
+def status_path(job: str, generation: int, rank: int) -> str:
+    """Path of the status file of a rank inside the state directory."""
+    return f"runs/{job}@{generation}.{rank}.status"
 
 
-def control_name(rank: int) -> str:
-    """Name of the command file of a rank inside the folder of its generation."""
-    return f"rank-{rank}.ctl"
+def control_path(job: str, generation: int, rank: int) -> str:
+    """Path of the command file of a rank inside the state directory."""
+    return f"runs/{job}@{generation}.{rank}.ctl"
+
+
+def events_path(job: str, generation: int) -> str:
+    """Path of the file of the events of a generation inside the state directory."""
+    return f"runs/{job}@{generation}.events"
+
+
+def named(name: str) -> tuple[str, int] | None:
+    """Return the job and the generation that a file in `runs` belongs to, None for one that is not ours. No job has an @ in its id."""
+    job, at, rest = name.partition("@")
+    generation, dot, _ = rest.partition(".")
+    return (job, int(generation)) if at and dot and generation.isdecimal() else None
 
 
 def process_start(pid: int) -> int:

@@ -1,7 +1,8 @@
 """What a rank prints, kept within bounds: rotation by size, a rate limit, and a line that counts what was dropped.
 
-`rank-0.log` is the newest part. A full one is renamed to `rank-0.log.<offset>`, 16 digits: the position of its first byte in the whole
-stream, so that a reader can ask for positions that stay true over rotations. Small imports: a bare interpreter runs it.
+`rank-0.1.log`, for rank 0 of generation 1, is the newest part. A full one is renamed to `rank-0.1.log.<offset>`, 16 digits: the position of
+its first byte in the whole stream, so that a reader can ask for positions that stay true over rotations. Small imports: a bare interpreter
+runs it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -37,6 +36,7 @@ class Ranks:
     def __init__(self, state: StateDir, launcher: Launcher, boot_id: str, on_status: Callable[[RankRef, RankStatus], None], log: Log) -> None:
         """`on_status` must not raise."""
         self._state = state
+        self._root = str(state.root)
         self._launcher = launcher
         self._boot_id = boot_id
         self._on_status = on_status
@@ -106,7 +106,7 @@ class Ranks:
             supervised.terminate()
 
     def _append_command(self, ref: RankRef, data: bytes) -> None:
-        path = self._status_path(ref).with_name(rankfile.control_name(ref.rank))
+        path = f"{self._root}/{rankfile.control_path(ref.job, ref.generation, ref.rank)}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             if os.write(fd, data) != len(data):
@@ -227,7 +227,7 @@ class Ranks:
         """Report a rank that has not come to be. Its status file is claimed, so that it cannot start later on; or there is no space for one."""
         status = adoption.not_started(launch, f"not started within {START_TIMEOUT_S:g} s; see the agent's log")
         try:
-            fd = rankfile.claim(str(self._status_path(ref)), msgspec.to_builtins(status))
+            fd = rankfile.claim(self._status_path(ref), msgspec.to_builtins(status))
             if fd < 0:
                 return
             os.close(fd)
@@ -236,5 +236,5 @@ class Ranks:
         self._settled(ref)
         self._on_status(ref, status)
 
-    def _status_path(self, ref: RankRef) -> Path:
-        return self._state.run_folder(ref.job, ref.generation) / rankfile.status_name(ref.rank)
+    def _status_path(self, ref: RankRef) -> str:
+        return f"{self._root}/{rankfile.status_path(ref.job, ref.generation, ref.rank)}"

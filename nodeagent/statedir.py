@@ -9,10 +9,12 @@ locks/gpu-<i>      locked by the supervisor whose rank holds the device, togethe
 locks/gpu-<i>-<s>  locked by the supervisor whose rank holds a MIG instance with this memory slice
 mig.json           into what simulated GPUs are partitioned
 forgotten          gangs that are over here, one line each: generation and job
-runs/<job>/gang    a GangRecord
-runs/<job>/<generation>/   status and command files, see rankfile.py, and the events of that generation
-logs/<job>/<generation>/   what the ranks printed
-work/<job>/rank-<r>        private working directories
+gangs              GangRecords, one JSON a line; the last one of a job counts
+runs/              status and command files, see rankfile.py, and the events of each generation
+logs/<job>/        what the ranks printed
+work/<job>@<rank>  private working directories
+
+Nothing is synced to disk: what has to survive is the agent, not the host, whose ranks are gone with it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -34,6 +36,9 @@ from gangline.core.model.spec import JobSpec
 from gangline.core.store.node import SchedulerAddress
 from gangline.nodeagent import rankfile
 from gangline.nodeagent.jobsocket import PATH_BYTES_MAX
+
+#: the file of records is written anew when it has become so much larger than what is in it
+_RECORDS_BYTES = 1 << 20
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
@@ -83,6 +88,10 @@ class StateDir:
         self.root = root.absolute()
         self._root = str(self.root)
         self._forgotten_fd = -1
+        #: newest record of each gang as it is in the file, and how large that is
+        self._records: dict[str, bytes] | None = None
+        self._records_fd = -1
+        self._records_bytes = 0
         self.job_socket = self.root / "job.sock"
         size = len(os.fsencode(self.job_socket))
         if size > PATH_BYTES_MAX:
@@ -152,15 +161,52 @@ class StateDir:
         self._write(self.root / "schedulers", msgspec.json.encode(schedulers))
 
     def records(self) -> list[GangRecord]:
-        """Return the records of all gangs, damaged ones left out: their ranks are found by their status files and stopped."""
-        found = []
-        for path in sorted((self.root / "runs").glob("*/gang")):
-            with contextlib.suppress(msgspec.DecodeError, OSError):
-                found.append(msgspec.json.decode(path.read_bytes(), type=GangRecord))
-        return found
+        """Return the newest record of each gang that is not over; without damaged ones: their ranks are found by their status files."""
+        over = self.forgotten()
+        found: dict[str, bytes] = {}
+        records = {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.root / "gangs").read_bytes().splitlines():
+                with contextlib.suppress(msgspec.DecodeError):
+                    record = msgspec.json.decode(line, type=GangRecord)
+                    if record.generation <= over.get(record.job, -1):
+                        continue
+                    records[record.job], found[record.job] = record, line
+        self._records = found
+        return list(records.values())
+
+    def save_record(self, record: GangRecord) -> None:
+        """Remember a gang. Raises OSError, and then the record before it may count."""
+        line = msgspec.json.encode(record)
+        if self._records is None:
+            self.records()
+        records = self._records = self._records or {}
+        records[record.job] = line
+        if self._records_fd < 0 or self._records_bytes > _RECORDS_BYTES + 2 * sum(map(len, records.values())):
+            self._rewrite_records(records)
+            return
+        self._records_bytes += len(line) + 1
+        if os.write(self._records_fd, line + b"\n") != len(line) + 1:
+            self._close_records()  # a torn line: the next one is not to be written behind it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _rewrite_records(self, records: dict[str, bytes]) -> None:
+        """Write the newest records alone, and go on behind them."""
+        self._close_records()
+        data = b"".join(line + b"\n" for line in records.values())
+        self._write(self.root / "gangs", data)
+        self._records_fd = os.open(self.root / "gangs", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._records_bytes = len(data)
+
+    def _close_records(self) -> None:
+        if self._records_fd >= 0:
+            os.close(self._records_fd)
+            self._records_fd = -1
 
     def forget(self, job: str, generation: int) -> None:
         """Remember that a gang is over here: one short line, since short jobs make many. What it left is swept up later. Raises OSError."""
+        if self._records is not None:
+            self._records.pop(job, None)
         if self._forgotten_fd < 0:
             self._forgotten_fd = os.open(self.root / "forgotten", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.write(self._forgotten_fd, f"{generation} {job}\n".encode())
@@ -176,7 +222,10 @@ class StateDir:
         return found
 
     def save_forgotten(self, forgotten: dict[str, int]) -> None:
-        """Write the list anew, without those of which nothing is left. Raises OSError."""
+        """Write the list anew, without those of which nothing is left, and before it the records without theirs. Raises OSError."""
+        if self._records is None:
+            self.records()
+        self._rewrite_records(self._records or {})
         self._write(self.root / "forgotten", "".join(f"{g} {job}\n" for job, g in forgotten.items()).encode())
         if self._forgotten_fd >= 0:
             os.close(self._forgotten_fd)
@@ -184,47 +233,32 @@ class StateDir:
 
     def sweep(self, forgotten: dict[str, int]) -> None:
         """Remove the status files of generations that are over. Their logs stay."""
-        for job, last in forgotten.items():
-            with contextlib.suppress(OSError):
-                names = os.listdir(self.root / "runs" / job)
-                self.remove_runs(job, [int(n) for n in names if n.isdecimal() and int(n) <= last])
+        self._remove(lambda job, generation: generation <= forgotten.get(job, -1))
 
-    def save_record(self, record: GangRecord) -> None:
-        """Remember a gang. Raises OSError."""
-        _make(f"{self._root}/runs/{record.job}")
-        self._write(Path(f"{self._root}/runs/{record.job}/gang"), msgspec.json.encode(record))
+    def remove_runs(self, job: str, generations: set[int]) -> None:
+        """Remove the status files of these generations of a job."""
+        if generations:
+            self._remove(lambda j, generation: j == job and generation in generations)
 
-    def run_folder(self, job: str, generation: int) -> Path:
-        """Folder of the status files of a generation."""
-        return self.root / "runs" / job / str(generation)
+    def _remove(self, over: Callable[[str, int], bool]) -> None:
+        for name in os.listdir(f"{self._root}/runs"):
+            named = rankfile.named(name)
+            if named is not None and over(*named):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{self._root}/runs/{name}")
 
-    def log_folder(self, job: str, generation: int) -> Path:
-        """Folder of the logs of a generation."""
-        return self.root / "logs" / job / str(generation)
+    def workdir(self, job: str, rank: int) -> str:
+        """Private working directory of a rank."""
+        return f"{self._root}/work/{job}@{rank}"
 
-    def events(self, job: str, generation: int) -> Path:
+    def events(self, job: str, generation: int) -> str:
         """File of the events of a generation."""
-        return self.run_folder(job, generation) / "events.jsonl"
+        return f"{self._root}/{rankfile.events_path(job, generation)}"
 
-    def make_folders(self, job: str, generation: int) -> None:
-        """Make the folders of a generation. Raises OSError."""
-        for kind in ("runs", "logs"):
-            parent = f"{self._root}/{kind}/{job}"
-            # The parent is there already from the second generation on, the folder itself when a start follows a preparation.
-            try:
-                os.mkdir(f"{parent}/{generation}", 0o700)
-            except FileExistsError:
-                continue
-            except FileNotFoundError:
-                _make(parent)
-                _make(f"{parent}/{generation}")
-
-    def remove_runs(self, job: str, generations: list[int] | None = None) -> None:
-        """Remove the status files of these generations, of all when None."""
-        folder = self.root / "runs" / job
-        names = [str(g) for g in generations] if generations is not None else [p.name for p in folder.glob("[0-9]*")]
-        for name in names:
-            shutil.rmtree(folder / name, ignore_errors=True)
+    def make_folder(self, job: str) -> None:
+        """Make the folder of a job's logs. Raises OSError."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{self._root}/logs/{job}", 0o700)
 
     def _write(self, path: Path, data: bytes) -> None:
         temporary = f"{path}.new"
@@ -235,8 +269,3 @@ class StateDir:
         finally:
             os.close(fd)
         os.replace(temporary, path)
-
-
-def _make(folder: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)

@@ -1,7 +1,7 @@
 """What the process that stands beside one rank does, from its start until nothing of it is left; it outlives the agent. Each rank has one
 of its own; what such a process does before and after is in `workers.py`. Small imports: a bare interpreter runs it.
 
-It holds the exit status, drains the output into the log, obeys the agent's commands (rank-<r>.ctl, kicked by SIGUSR1), and is the **dead
+It holds the exit status, drains the output into the log, obeys the agent's commands (a file, kicked by SIGUSR1), and is the **dead
 man's switch**: when the time in the file `fence` has passed by the boottime clock, it kills the rank, whether or not anybody else on the
 host is still able to. It does not poll for that: a kernel timer fires at the moment, and at wake-up after a suspend.
 
@@ -106,7 +106,6 @@ class Supervisor:
         self.wake_r = wake
         self.shared = shared
         self.rank = _int(request["rank"])
-        self.folder = str(request["folder"])
         self.fence = shared.fence if request["fenced"] else None
         self.oom_kills = _int(request["oom_kills"])
         self.pid = 0
@@ -155,7 +154,7 @@ class Supervisor:
             "state": "starting", "pid": 0, "pid_start": 0, "exit_code": 0, "cause": "", "message": "",
             "started_at_ms": 0, "exited_at_ms": 0, "dropped_bytes": 0,
         }  # fmt: skip
-        self.status_fd = rankfile.claim(f"{self.folder}/{rankfile.status_name(self.rank)}", self.status)
+        self.status_fd = rankfile.claim(status_path(self.request), self.status)
         return self.status_fd >= 0
 
     def _check(self) -> None:
@@ -310,7 +309,8 @@ class Supervisor:
     def _obey(self) -> None:
         """Carry out the commands that the agent has appended since the last time."""
         try:
-            fd = os.open(f"{self.folder}/{rankfile.control_name(self.rank)}", os.O_RDONLY | os.O_CLOEXEC)
+            path = rankfile.control_path(str(self.request["job"]), _int(self.request["generation"]), self.rank)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return
         data = os.pread(fd, _READ_BYTES, self.control_offset)
@@ -450,9 +450,9 @@ def _signal_group(pgid: int, signum: int) -> None:
             return
 
 
-def rank_of(request: Request) -> int:
-    """Return the number of the rank that is to start."""
-    return _int(request["rank"])
+def status_path(request: Request) -> str:
+    """Return the path of the status file of the rank that is to start."""
+    return rankfile.status_path(str(request["job"]), _int(request["generation"]), _int(request["rank"]))
 
 
 def _int(value: object) -> int:

@@ -138,7 +138,7 @@ class World:
         return (self.root / f"{state}.log").read_text()
 
     def rank_log(self, job: str = "j", generation: int = 1, rank: int = 0) -> str:
-        path = self.root / f"n1/logs/{job}/{generation}/rank-{rank}.log"
+        path = self.root / f"n1/logs/{job}/rank-{rank}.{generation}.log"
         return path.read_text() if path.exists() else ""
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class World:
                 agent.send_signal(signal.SIGCONT)
                 agent.kill()
             agent.wait()
-        for path in self.root.glob("*/runs/*/*/*.status"):
+        for path in self.root.glob("*/runs/*.status"):
             status = read_status(path)
             for pid, start in ((status.pid, status.pid_start), (status.supervisor, status.supervisor_start)) if status else ():
                 if pid != os.getpid() and start and rankfile.process_start(pid) == start:
@@ -265,7 +265,7 @@ async def test_a_new_generation_replaces_the_old_one(world: World):
     new = await world.until_ranks("running", generation=2)
     assert not any(alive(r.pid) for r in old)
     assert all(alive(r.pid) for r in new)
-    events = (world.root / "n1/runs/j/2/events.jsonl").read_text().splitlines()
+    events = (world.root / "n1/runs/j@2.events").read_text().splitlines()
     event = json.loads(events[0])
     assert (event["event"], event["cause"], event["lost_ranks"], event["generation"]) == ("restart", "rank_failed", [1], 2)
 
@@ -356,7 +356,7 @@ async def test_a_stop_notice_is_told_and_acknowledged(world: World):
     g = await world.gang()
     assert g is not None
     assert g.acknowledged
-    events = [json.loads(line) for line in (world.root / "n1/runs/j/1/events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (world.root / "n1/runs/j@1.events").read_text().splitlines()]
     assert [e["event"] for e in events] == ["start", "preemption"]
     assert events[1]["grace_s"] == 20.0
 
@@ -456,16 +456,16 @@ async def test_an_upgrade_leaves_ranks_alone_and_stop_ranks_does_not(world: Worl
 def _fake_status(world: World, **changes: Any) -> None:
     """Leave the traces of a rank that "runs" in this very process."""
     me, start = os.getpid(), rankfile.process_start(os.getpid())
-    folder = world.root / "n1/runs/j/1"
-    folder.mkdir(parents=True)
+    root = world.root / "n1"
+    (root / "runs").mkdir(parents=True)
     status = {
         "job": "j", "generation": 1, "rank": 0, "gpus": [0], "boot_id": rankfile.boot_id(), "supervisor": me, "supervisor_start": start,
         "state": "running", "pid": me, "pid_start": start, "exit_code": 0, "cause": "", "message": "", "started_at_ms": 1,
         "exited_at_ms": 0,
     }  # fmt: skip
-    os.close(rankfile.claim(str(folder / "rank-0.status"), status | changes))
+    os.close(rankfile.claim(str(root / rankfile.status_path("j", 1, 0)), status | changes))
     record = {"job": "j", "generation": 1, "phase": "prepared"}
-    (folder.parent / "gang").write_text(json.dumps(record))
+    (root / "gangs").write_text(json.dumps(record) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ async def test_a_killed_supervisor_is_noticed(world: World):
     await world.registered()
     await world.desire(gang(1))
     (rank,) = await world.until_ranks("running")
-    status = read_status(world.root / "n1/runs/j/1/rank-0.status")
+    status = read_status(world.root / "n1/runs/j@1.0.status")
     assert status is not None
     os.kill(status.supervisor, signal.SIGKILL)
     (after,) = await world.until_ranks("exited")
@@ -557,7 +557,7 @@ async def test_after_any_churn_the_node_runs_what_it_should(world: World, seed: 
     ranks = await world.until_ranks("running", generation=generations["j"] + 1, timeout_s=30)
     await world.until_gone("k")
     assert [r.rank for r in ranks] == [0, 1, 2]
-    statuses = [s for p in (world.root / "n1/runs").glob("*/*/*.status") if (s := read_status(p))]
+    statuses = [s for p in (world.root / "n1/runs").glob("*.status") if (s := read_status(p))]
     running = {s.pid for s in statuses if s.state != "exited"}
     assert running == {r.pid for r in ranks}
     # And nothing runs that no status file knows.
@@ -772,7 +772,7 @@ async def test_what_a_job_puts_in_place_of_its_log_is_not_served(world: World):
     url = (await world.registered()).agent_url
     await world.desire(gang(1))
     await world.until_ranks("exited")
-    path = world.root / "n1/logs/j/1/rank-0.log"
+    path = world.root / "n1/logs/j/rank-0.1.log"
     path.unlink()
     path.symlink_to("/etc/passwd")
     assert (await get(f"{url}/v1/logs/j/0"))[0] == 404
@@ -790,7 +790,7 @@ async def test_an_idle_agent_costs_nothing(world: World):
     await world.registered()
     await world.desire(gang(8))
     await world.until_ranks("running")
-    status = [read_status(world.root / f"n1/runs/j/1/rank-{r}.status") for r in range(8)]
+    status = [read_status(world.root / f"n1/runs/j@1.{r}.status") for r in range(8)]
     pids = [agent.pid, *(s.supervisor for s in status if s is not None)]
 
     def cpu_s() -> float:

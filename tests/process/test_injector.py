@@ -78,14 +78,14 @@ class Cluster:
         return supervisor, process
 
     def write_status(self, node: str, rank: int, generation: int, supervisor: Identity, process: Identity) -> None:
-        folder = self.root / node / "runs" / "j1" / str(generation)
-        folder.mkdir(parents=True, exist_ok=True)
+        path = self.root / node / rankfile.status_path("j1", generation, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
         status: rankfile.Status = {
             "job": "j1", "generation": generation, "rank": rank, "gpus": [rank], "boot_id": rankfile.boot_id(),
             "supervisor": supervisor.pid, "supervisor_start": supervisor.start, "pid": process.pid, "pid_start": process.start,
             "state": "running", "exit_code": 0, "cause": "", "message": "", "started_at_ms": 1, "exited_at_ms": 0, "dropped_bytes": 0,
         }  # fmt: skip
-        (folder / rankfile.status_name(rank)).write_bytes((rankfile.encode(status) + b"\n") * 2)
+        path.write_bytes((rankfile.encode(status) + b"\n") * 2)
 
     def end(self) -> None:
         below = [p for p, parent in process_table().items() if parent in {c.pid for c in self.children}]
@@ -179,7 +179,7 @@ def test_a_view_has_what_runs_and_leaves_out_what_has_ended(cluster: Cluster) ->
     agent = cluster.add("n1", "agent")
     supervisor, rank = cluster.add_rank("n1", 0, generation=2)
     cluster.write_status("n1", 0, 1, Identity(supervisor.pid, 1), Identity(rank.pid, 1))
-    (cluster.root / "n1" / "runs" / "j1" / "2" / "rank-7.status").write_text('{"job": "j1"')
+    (cluster.root / "n1" / "runs" / "j1@2.7.status").write_text('{"job": "j1"')
     view = observe(cluster)
     assert view.newest("j1")[0].process == rank
     assert [r.generation for r in view.ranks] == [2]

@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for folder in ("runs/j/1", "logs/j/1", "locks"):
+        for folder in ("runs", "logs/j", "locks"):
             (root / folder).mkdir(parents=True)
         self.boot_id = rankfile.boot_id()
         self.fence = Fence(root, boot_id=self.boot_id)
@@ -40,8 +40,8 @@ class Bench:
 
     async def start(self, *command: str, rank: int = 0, port_fd: int = -1, **more: Any) -> None:
         launch = Launch(
-            job="j", generation=1, rank=rank, gpus=(), boot_id=self.boot_id, folder="runs/j/1", command=command,
-            env={"PATH": os.environ["PATH"]}, workdir="/", make_workdir=False, log=f"logs/j/1/rank-{rank}.log",
+            job="j", generation=1, rank=rank, gpus=(), boot_id=self.boot_id, command=command,
+            env={"PATH": os.environ["PATH"]}, workdir="/", make_workdir=False, log=f"logs/j/rank-{rank}.1.log",
             log_part_bytes=1 << 20, log_parts=3, fenced=True, grace_s=1.0, locks=(),
         )  # fmt: skip
         await self.launcher.launch([(msgspec.structs.replace(launch, **more), port_fd)])
@@ -50,7 +50,7 @@ class Bench:
         await self.start(sys.executable, "-S", "-c", code, **more)
 
     def status(self, rank: int = 0) -> RankStatus | None:
-        return read_status(self.root / "runs/j/1" / rankfile.status_name(rank))
+        return read_status(self.root / rankfile.status_path("j", 1, rank))
 
     def state(self, rank: int = 0) -> str:
         status = self.status(rank)
@@ -79,19 +79,19 @@ class Bench:
         return held
 
     def command(self, line: str, rank: int = 0) -> None:
-        with open(self.root / "runs/j/1" / rankfile.control_name(rank), "a") as f:
+        with open(self.root / rankfile.control_path("j", 1, rank), "a") as f:
             f.write(line + "\n")
         held = self.supervisor(rank)
         held.kick()
         held.close()
 
     def log(self, rank: int = 0) -> bytes:
-        path = self.root / f"logs/j/1/rank-{rank}.log"
+        path = self.root / f"logs/j/rank-{rank}.1.log"
         return path.read_bytes() if path.exists() else b""
 
     def close(self) -> None:
         self.launcher.close()
-        for path in (self.root / "runs/j/1").glob("*.status"):
+        for path in (self.root / "runs").glob("*.status"):
             status = read_status(path)
             if status is not None and status.state != "exited":
                 for pid, start in ((status.pid, status.pid_start), (status.supervisor, status.supervisor_start)):
@@ -152,7 +152,7 @@ async def test_start_failed_says_why(bench: Bench, command: tuple[str, ...], mor
 
 
 async def test_private_workdir_is_made(bench: Bench):
-    where = str(bench.root / "work/j/rank-0")
+    where = str(bench.root / "work/j@0")
     await bench.start("pwd", workdir=where, make_workdir=True)
     await bench.wait("exited")
     assert bench.log().decode().strip() == where
@@ -235,7 +235,7 @@ async def test_stop_without_grace_kills_at_once(bench: Bench):
 
 
 async def test_stop_that_comes_before_the_command_runs_is_not_lost(bench: Bench):
-    (bench.root / "runs/j/1" / rankfile.control_name(0)).write_text("stop 30 15 stopped early\n")
+    (bench.root / rankfile.control_path("j", 1, 0)).write_text("stop 30 15 stopped early\n")
     await bench.start("sleep", "60")
     status = await bench.wait("exited")
     assert (status.exit_code, status.cause) == (-signal.SIGTERM, "stopped")
@@ -323,7 +323,7 @@ async def test_log_rotates_and_keeps_positions(bench: Bench):
     code = 'import sys\nfor i in range(400): sys.stdout.write("%05d" % i + "x" * 994 + "\\n"); sys.stdout.flush()'
     await bench.python(code, log_part_bytes=50_000, log_parts=3)
     await bench.wait("exited")
-    parts = sorted((bench.root / "logs/j/1").glob("rank-0.log*"), key=lambda p: (p.suffix == ".log", p.name))
+    parts = sorted((bench.root / "logs/j").glob("rank-0.1.log*"), key=lambda p: (p.suffix == ".log", p.name))
     assert len(parts) == 3
     assert sum(p.stat().st_size for p in parts) <= 200_000
     for p in parts[:-1]:
@@ -337,7 +337,7 @@ async def test_a_flood_neither_blocks_the_rank_nor_fills_the_disk(bench: Bench):
     await bench.python(code, log_part_bytes=1 << 20, log_parts=3)
     status = await bench.wait("exited", timeout_s=30)
     assert status.exit_code == 0
-    assert sum(p.stat().st_size for p in (bench.root / "logs/j/1").iterdir()) < 8 << 20
+    assert sum(p.stat().st_size for p in (bench.root / "logs/j").iterdir()) < 8 << 20
     assert status.dropped_bytes > 0
     assert b"bytes of output dropped" in bench.log()
 

@@ -22,7 +22,7 @@ from gangline.core.store.api import Definite, LeaseNotFound, Store
 from gangline.core.store.keys import Keys
 from gangline.core.store.memory import MemoryCluster, MemoryStore
 from gangline.core.store.node import NameTaken, SchedulerAddress, StoreNode
-from gangline.nodeagent import jobevents, logs, rankfile
+from gangline.nodeagent import jobevents, logs, rankfile, statedir
 from gangline.nodeagent.devices import Inventory, discover, model_name, nvml_inventory, simulated
 from gangline.nodeagent.environment import Here, base_environment, rank_environment
 from gangline.nodeagent.fence import Fence
@@ -142,9 +142,9 @@ def test_events_survive_what_a_job_writes_between_them(tmp_path: Path):
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=60), st.integers(20, 200), st.integers(2, 5))
 def test_law_a_log_reads_as_it_was_written_from_any_position(tmp_path_factory: Any, pieces: list[bytes], part: int, parts: int):
     root = tmp_path_factory.mktemp("logs")
-    folder = root / "j" / "1"
+    folder = root / "j"
     folder.mkdir(parents=True)
-    log = RankLog(str(folder / "rank-0.log"), part, parts)
+    log = RankLog(str(folder / "rank-0.1.log"), part, parts)
     for p in pieces:
         log.write(p)
     log.close()
@@ -172,11 +172,15 @@ def test_ids_that_are_no_names_have_no_log(tmp_path: Path, job: str):
 def test_pruning_keeps_what_is_in_use_and_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logs, "JOBS_KEPT", 2)
     for i in range(5):
-        for folder in ("logs", "work", "runs"):
-            (tmp_path / folder / f"j{i}").mkdir(parents=True)
+        for folder in (f"logs/j{i}", f"work/j{i}@0", "runs"):
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"work/j{i}@0/result").touch()
+        (tmp_path / rankfile.status_path(f"j{i}", 1, 0)).touch()
         os.utime(tmp_path / "logs" / f"j{i}", (i, i))
     assert sorted(logs.prune(tmp_path, {"j0"})) == ["j1", "j2"]
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["j0", "j3", "j4"]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["j0@1.0.status", "j3@1.0.status", "j4@1.0.status"]
+    assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["j0@0", "j3@0", "j4@0"]
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["j0", "j3", "j4"]
 
 
 def test_a_log_that_cannot_be_written_drops_and_counts(tmp_path: Path):
@@ -207,9 +211,42 @@ def test_damaged_state_is_noticed_or_left_out(tmp_path: Path):
     (tmp_path / "seen").write_text("{")
     with pytest.raises(StateError, match="seen"):
         state.seen()
-    (tmp_path / "runs/j").mkdir()
-    (tmp_path / "runs/j/gang").write_text("{")
-    assert state.records() == []
+    (tmp_path / "gangs").write_text('{"job": "a", "generation": 1}\n{"job": "b", "gener\n{"job": "a", "generation": 2}\n{')
+    assert state.records() == [GangRecord("a", 2)]
+
+
+def test_records_that_count_no_more_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(statedir, "_RECORDS_BYTES", 2_000)
+    state = StateDir(tmp_path)
+    state.save_record(GangRecord("kept", 1, "prepared", spec=SPEC))
+    for i in range(500):
+        state.save_record(GangRecord(f"j{i}", 1, "prepared", spec=SPEC, tokens={"0/1": "t" * 32}))
+        state.forget(f"j{i}", 1)
+    assert (tmp_path / "gangs").stat().st_size < 5_000
+    again = StateDir(tmp_path)
+    assert [r.job for r in again.records()] == ["kept"]
+    again.save_forgotten({})
+    assert [r.job for r in StateDir(tmp_path).records()] == ["kept"], "what was forgotten for good has not come back"
+
+
+def test_an_agent_goes_on_with_the_records_of_the_one_before(tmp_path: Path):
+    StateDir(tmp_path).save_record(GangRecord("a", 1))
+    again = StateDir(tmp_path)
+    again.save_record(GangRecord("b", 1))
+    again.save_record(GangRecord("a", 2))
+    assert sorted(StateDir(tmp_path).records(), key=lambda r: r.job) == [GangRecord("a", 2), GangRecord("b", 1)]
+
+
+def test_a_sweep_takes_what_is_over_and_nothing_else(tmp_path: Path):
+    state = StateDir(tmp_path)
+    names = [rankfile.status_path("j", 1, 0), rankfile.control_path("j", 2, 1), rankfile.events_path("j", 3), rankfile.status_path("k", 1, 0)]
+    for name in (*names, "runs/stranger"):
+        (tmp_path / name).touch()
+    state.sweep({"j": 2})
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["j@3.events", "k@1.0.status", "stranger"]
+    state.remove_runs("k", {2, 3})
+    state.remove_runs("j", {3})
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["k@1.0.status", "stranger"]
 
 
 def test_a_state_directory_that_is_too_deep_for_a_socket_is_refused(tmp_path: Path):
@@ -351,7 +388,7 @@ async def test_specs_and_schedulers(store: Store):
 def test_records_are_readable_by_people(tmp_path: Path):
     state = StateDir(tmp_path)
     state.save_record(GangRecord("j", 1))
-    assert json.loads((tmp_path / "runs/j/gang").read_text()) == {"job": "j", "generation": 1}
+    assert json.loads((tmp_path / "gangs").read_text()) == {"job": "j", "generation": 1}
 
 
 def test_a_status_is_read_whole_or_not_at_all(tmp_path: Path):

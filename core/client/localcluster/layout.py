@@ -142,7 +142,7 @@ class Layout:
     def ranks(self, boot: str) -> list[RankOnDisk]:
         """Return the ranks of all nodes that were started since boot."""
         found = []
-        for path in self.root.glob("n*/runs/*/*/rank-*.status"):
+        for path in self.root.glob("n*/runs/*.status"):
             with contextlib.suppress(OSError):
                 rank = _rank_in(path.read_bytes())
                 if rank is not None and rank.boot_id == boot and _lives(rank):
