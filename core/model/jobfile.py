@@ -15,7 +15,6 @@ import re
 from typing import Any, Final
 
 from gangline.core.model.fields import (
-    MODEL,
     NAME,
     NAME_RULE,
     Fields,
@@ -25,7 +24,6 @@ from gangline.core.model.fields import (
     decode,
     duration,
     duration_word,
-    hundredths,
     list_of,
     one_of,
     read_label,
@@ -33,14 +31,13 @@ from gangline.core.model.fields import (
     read_name,
     read_text,
     section,
-    size,
-    thousandths_word,
     whole,
 )
+from gangline.core.model.jobresources import read_resources, resource_words
 from gangline.core.model.problems import MAX_PROBLEMS, BadJob, Problem, child_pointer, show
-from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Restart, TopologyRequest
 from gangline.core.model.strict_json import load_json
-from gangline.core.model.units import format_duration, format_size
+from gangline.core.model.units import format_duration
 
 MAX_BYTES: Final = 256 * 1024
 #: documents in one file, and the most that a batch submission takes
@@ -104,12 +101,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "priority": spec.priority,
         "preemptible": spec.preemptible,
         "gang": {"ranks": spec.gang.ranks, "min_ranks": spec.gang.min_ranks, "ranks_per_node": spec.gang.ranks_per_node},
-        "resources": {
-            "gpus": spec.resources.gpus,
-            "gpu_model": list(spec.resources.gpu_models),
-            "cpus": thousandths_word(spec.resources.cpus_milli),
-            "memory": format_size(spec.resources.memory_mib) if spec.resources.memory_mib else "",
-        },
+        "resources": resource_words(spec.resources),
         "topology": _topology_words(spec.topology),
         "time_limit": duration_word(spec.time_limit_s) if spec.time_limit_s else "",
         "command": list(spec.command),
@@ -138,26 +130,6 @@ def _queue(reading: Reading, at: str, value: Any) -> str | None:
         return value
     reading.refuse(at, "GL-1105", f"{show(value)} is not a queue: up to 8 names with a slash between them, each {NAME_RULE}.")
     return None
-
-
-def _models(reading: Reading, at: str, value: Any) -> tuple[str, ...] | None:
-    rule = 'a text as "H100" or a list of up to 16'
-    items = value if type(value) is list else [value]
-    if len(items) > 16:
-        reading.refuse(at, "GL-1110", f"{len(items):,} models are more than the limit of 16.")
-        return None
-    models: list[str] = []
-    for i, item in enumerate(items):
-        where = at if items is not value else f"{at}/{i}"
-        if type(item) is not str:
-            reading.wrong(where, item, rule)
-        elif not MODEL.fullmatch(item):
-            reading.refuse(where, "GL-1105", f"{show(item)} is not a GPU model: letters, digits, spaces, dots and hyphens, up to 64.")
-        elif item.upper() in models:
-            reading.refuse(where, "GL-1108", f"{show(item)} is given twice.")
-        else:
-            models.append(item.upper())
-    return tuple(models) if len(models) == len(items) else None
 
 
 def _command(reading: Reading, at: str, value: Any) -> tuple[str, ...] | None:
@@ -270,12 +242,6 @@ _GANG: Fields = {
     "min_ranks": ("min_ranks", whole(1, MAX_RANKS)),
     "ranks_per_node": ("ranks_per_node", whole(0, 1024)),
 }
-_RESOURCES: Fields = {
-    "gpus": ("gpus", whole(1, 64, "Leave the field out for a job without GPUs.")),
-    "gpu_model": ("gpu_models", _models),
-    "cpus": ("cpus_milli", hundredths(0.01, 4096)),
-    "memory": ("memory_mib", size(1, 64 * 1024 * 1024)),
-}
 _CHECKPOINT: Fields = {"path": ("path", _place), "interval": ("interval_s", duration(1.0, 30 * DAY_S))}
 _FAIL_CODES: Fields = {"fail": ("fail", list_of(whole(1, 255), "a list of exit codes, as [2, 64]", 255))}
 _FAIL_SIGNALS: Fields = {"fail": ("fail", list_of(one_of(*_SIGNALS), "a list of signals, as [SIGABRT]", 64))}
@@ -293,11 +259,6 @@ _RESTART: Fields = {
 _TOPOLOGY: Fields = {"required": ("required", read_label), "preferred": ("preferred", read_label), "name": ("name", read_name)}
 _PREEMPTION: Fields = {"signal": ("signal", one_of(*_ASKING_SIGNALS)), "grace": ("grace_s", duration(0.0, 3600.0))}
 
-_RESOURCES_LATER: Later = {
-    "gpu_share": "Parts of a GPU (gpu_share) are not in this version; ask for whole ones by `gpus`.",
-    "gpu_memory": "Placing by GPU memory (gpu_memory) is not in this version; name models by `gpu_model`.",
-    "mig": "MIG slices (mig) are not in this version; ask for whole GPUs by `gpus`.",
-}
 _JOB_LATER: Later = {
     "roles": "Roles (roles) are not in this version; a job has one kind of rank, described by `gang`, `resources` and `command`.",
     "image": "Container images (image) are not in this version; the command runs as a process on the node.",
@@ -355,7 +316,7 @@ _JOB: Fields = {
     "priority": ("priority", whole(0, 1_000_000)),
     "preemptible": ("preemptible", boolean),
     "gang": ("gang", _gang),
-    "resources": ("resources", section(Resources, _RESOURCES, _RESOURCES_LATER)),
+    "resources": ("resources", read_resources),
     "topology": ("topology", _topology),
     "time_limit": ("time_limit_s", duration(1.0, 366 * DAY_S)),
     "command": ("command", _command),
@@ -378,9 +339,6 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
     assert found is not None
     if value.get("command") is None:
         reading.refuse("", "GL-1103", "The field command is missing: a list of texts, as [python, train.py].")
-    resources = found.get("resources")
-    if resources is not None and resources.gpu_models and value["resources"].get("gpus") is None:
-        reading.refuse("/resources/gpu_model", "GL-1108", "gpu_model is given, but no gpus: say how many a rank needs.")
     if reading.problems:
         return None
     if "preemptible" not in found:
@@ -414,7 +372,7 @@ def _without_empties(words: dict[str, Any]) -> dict[str, Any]:
     for word, value in words.items():
         if word != "env" and isinstance(value, dict):
             value = _without_empties(value)
-        if value in ("", [], {}) or (word in ("gpus", "ranks_per_node") and value == 0):
+        if value in ("", [], {}) or (word == "ranks_per_node" and value == 0):
             continue
         kept[word] = value
     return kept

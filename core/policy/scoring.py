@@ -33,8 +33,9 @@ def best_place(world: World, rank: Rank, index: NodeIndex, own: Place | None = N
         shared = _by_score(world, rank, index.sharing(), own)
         if shared is not None and _joins(shared[0]):
             return shared
+        untouched = 1 if request.stacked else request.count
         for now in (True, False):
-            for node in index.fullest(request.count, now):
+            for node in index.fullest(untouched, now):
                 place = fit(world, rank, node, now=now, own=own)
                 if place is not None:
                     return place, not now or must_wait(place, request)

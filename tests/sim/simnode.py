@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, Gpu, Observed, Registration
+from gangline.core.model.gpushares import GpuShare
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import Ambiguous, LeaseNotFound, StoreError
 from gangline.core.store.memory import MemoryCluster, MemoryStore
@@ -42,6 +43,7 @@ class Run(msgspec.Struct):
     began: float
     ended: float = 0.0
     code: int = 0
+    share: GpuShare | None = None
 
 
 class Habits(msgspec.Struct):
@@ -94,12 +96,16 @@ class SimNode:
         return asyncio.get_running_loop()
 
     def registration(self) -> Registration:
-        gpus = tuple(Gpu(i, f"{self.name}-{self.installed}-{i}", "H100", 80_000, healthy) for i, healthy in self.gpus.items())
+        gpus = tuple(self._facts().values())
         return Registration(
             node=self.name, identity=f"{self.name}-{self.installed}", boot_id=f"{self.installed}.{self.boot}", address=self.name, agent_url="",
             gpus=gpus, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=TTL_S, session=str(self._session),
             labels={"rack": f"r{int(self.name[1:]) // 2}"},
         )  # fmt: skip
+
+    def _facts(self) -> dict[int, Gpu]:
+        made = f"{self.name}-{self.installed}"
+        return {i: Gpu(i, f"{made}-{i}", "H100", 80_000, healthy, "H100", (i // 2,)) for i, healthy in self.gpus.items()}
 
     def crash(self, *, reinstalled: bool = False) -> None:
         """The host dies, and everything on it."""
@@ -157,7 +163,7 @@ class SimNode:
         if have.state == "stopping" or (fenced and self.loop.time() >= self.fence):
             self._status(key, state="exited", exit_code=-15, cause="stopped" if have.state == "stopping" else "fenced")
             return
-        run = Run(job, r.rank, r.generation, self.name, r.gpus, fenced, self.loop.time())
+        run = Run(job, r.rank, r.generation, self.name, r.gpus, fenced, self.loop.time(), share=r.share)
         self.runs.append(run)
         self._alive[key] = (run, self.loop.call_later(self._life_s(), self._dies, key))
         self._status(key, state="running", pid=1)
@@ -286,7 +292,7 @@ class SimNode:
             self._dirty.set()
 
     def _local(self) -> Local:
-        return Local(self.gpus, dict(self.gangs), dict(self.retired))
+        return Local(self.gpus, dict(self.gangs), dict(self.retired), self._facts())
 
     def _document(self) -> Observed | None:
         if not self._renewals or self.desired is None:
@@ -326,7 +332,7 @@ class SimNode:
                 self._turn(gang)
                 self._change(gang.job, phase="prepare_failed", message=message)
             case Start(gang, new):
-                ranks = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=self.loop.time()) for r in new)
+                ranks = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=self.loop.time(), share=r.share) for r in new)
                 self._change(gang.job, ranks=(*self.gangs[gang.job].ranks, *ranks))
                 for r in new:
                     self.loop.call_later(self.rng.random() * 0.2, self._begin, gang.job, r)

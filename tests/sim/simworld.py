@@ -11,6 +11,7 @@ import contextlib
 import io
 import random
 import time
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from simnode import Habits, Run, SimNode
 
 from gangline.core.model.codec import decode_frame
 from gangline.core.model.fold import apply_frame
+from gangline.core.model.gpufacts import MIG_LAYOUTS
+from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
-from gangline.core.model.state import State
+from gangline.core.model.state import Node, State
 from gangline.core.model.statecodec import dump_state, state_digest
 from gangline.core.store.api import StoreError
 from gangline.core.store.archive import Archive
@@ -175,16 +178,30 @@ class World:
             on_rank_failure=rng.choice(("gang", "gang", "rank", "never")), on_node_failure=rng.choice(("reschedule",) * 4 + ("fail",)),
             max_restarts=rng.choice((1, 3, 100)), backoff_initial_s=rng.choice((0.0, 0.5, 3.0)), backoff_max_s=10.0,
         )  # fmt: skip
-        gpus = rng.choice((0, 1, 1, 2))
-        fits = gang.min_ranks <= 2 * per_node if per_node else gang.min_ranks * gpus <= 2 * GPUS
+        devices = self.devices()
+        most = max(devices.gpus, devices.mig_count, int(devices.shares_gpu))
+        fits = gang.min_ranks <= 2 * per_node if per_node else gang.min_ranks * most <= 2 * GPUS
         near = rng.choice(("", "", "preferred", "required" if fits else "preferred"))
         return JobSpec(
             ("train",), gang=gang, topology=TopologyRequest(**({near: "rack"} if near else {})), priority=rng.choice((10, 50, 150)),
             preemptible=rng.random() < 0.7, restart=restart,
-            resources=Resources(gpus=gpus, cpus_milli=rng.choice((100, 4_000))),
+            resources=devices,
             time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),
             on_disconnect=rng.choice(("stop", "stop", "stop", "keep")),
         )  # fmt: skip
+
+    def devices(self) -> Resources:
+        """Whole GPUs, parts of one, or MIG instances."""
+        rng, cpus = self.rng, self.rng.choice((100, 4_000))
+        match rng.randrange(8):
+            case 0:
+                return Resources(cpus_milli=cpus, gpu_share_milli=rng.choice((100, 330, 500, 700)))
+            case 1:
+                return Resources(cpus_milli=cpus, gpu_memory_mib=rng.choice((8_000, 26_667, 40_000, 60_001)))
+            case 2:
+                return Resources(cpus_milli=cpus, mig=rng.choice(MIG_LAYOUTS["H100"].profiles).name, mig_count=rng.choice((1, 1, 2)))
+            case _:
+                return Resources(gpus=rng.choice((0, 1, 1, 2)), cpus_milli=cpus)
 
     # ---------------------------------------------------------------- the adversary
 
@@ -421,6 +438,7 @@ def check_state(state: State) -> None:
         held = [g for h in node.holdings.values() for g in h.gpus]
         if len(set(held)) != len(held):
             raise Violation(f"index {state.index}: a device of {node.id} is held twice: {node.holdings}")
+        held += check_parts(state, node)
         if set(held) & set(node.free_gpus):
             raise Violation(f"index {state.index}: a device of {node.id} is held and free")
         usable = {g.index for g in node.registration.gpus if g.healthy}
@@ -443,6 +461,28 @@ def check_state(state: State) -> None:
             raise Violation(f"index {state.index}: {job.id} is {job.state}, running: {job.id in state.running}")
 
 
+def check_parts(state: State, node: Node) -> list[int]:
+    """No device is shared beyond the whole, or partitioned into what overlaps, or used in two ways. Return those with parts."""
+    uses: dict[int, list[GpuUse]] = {}
+    for holding in node.holdings.values():
+        for use in holding.shares:
+            uses.setdefault(use.gpu, []).append(use)
+    if set(uses) != set(node.parted):
+        raise Violation(f"index {state.index}: parts of devices {sorted(uses)} of {node.id} are held, not of {sorted(node.parted)}")
+    for gpu, some in uses.items():
+        together = reduce(GpuUse.plus, some)
+        # What a gang holds for two of its generations may overlap: the younger starts when the older is gone.
+        lone = len(some) == 1 and len(together.mig) > 1
+        problem = "" if lone else together.problem(80_000)
+        if problem or together != node.parted[gpu]:
+            raise Violation(f"index {state.index}: device {gpu} of {node.id} {problem or 'is added up wrongly'}: {some}, {node.parted[gpu]}")
+        if any(gpu in holding.gpus for holding in node.holdings.values()):
+            raise Violation(f"index {state.index}: device {gpu} of {node.id} is held whole and in part")
+        if sum(use.milli for use in some) > 1000:
+            raise Violation(f"index {state.index}: device {gpu} of {node.id} is shared beyond the whole")
+    return list(uses)
+
+
 def unpack_state(state: State) -> Any:
     return msgpack.unpackb(dump_state(state), raw=False, strict_map_key=False)
 
@@ -457,12 +497,19 @@ def different(a: Any, b: Any, at: str = "") -> list[str]:
 
 
 def check_runs(runs: list[Run]) -> None:
-    """No rank runs twice at once, and no device has two ranks."""
+    """No rank runs twice at once, and no device has two ranks, unless they share it or have different parts of it."""
     by_rank: dict[object, list[Run]] = {}
+    by_gpu: dict[tuple[str, int], list[Run]] = {}
     for r in runs:
         by_rank.setdefault((r.job, r.rank), []).append(r)
         for g in r.gpus:
-            by_rank.setdefault((r.node, "gpu", g), []).append(r)
+            by_gpu.setdefault((r.node, g), []).append(r)
+    for (node, gpu), some in by_gpu.items():
+        for r in some:
+            beside = [o for o in some if o.began <= r.began < (o.ended or 1e18)]
+            uses = [use for o in beside for use in uses_of(o.gpus, o.share) if use.gpu == gpu]
+            if len(beside) > 1 and (any(o.share is None for o in beside) or reduce(GpuUse.plus, uses).problem(80_000)):
+                raise Violation(f"device {gpu} of {node} is used beyond what it has: {beside}")
     for what, some in by_rank.items():
         some.sort(key=lambda r: r.began)
         for a, b in pairwise(some):

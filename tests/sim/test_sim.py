@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from simworld import Run, Scenario, Violation, check_runs, play
 
+from gangline.core.model.gpushares import GpuShare, MigSlice
 from gangline.core.telemetry import Telemetry, setup
 
 
@@ -38,5 +39,24 @@ def test_the_checker_sees_two_at_once() -> None:
     check_runs([one, Run("j", 0, 2, "n2", (0,), True, 5.0, 6.0)])
     with pytest.raises(Violation, match="at once"):
         check_runs([one, Run("j", 0, 2, "n2", (0,), True, 4.9, 6.0)])
-    with pytest.raises(Violation, match="at once"):
+    with pytest.raises(Violation, match="beyond what it has"):
         check_runs([one, Run("k", 0, 1, "n1", (0,), True, 4.9, 6.0)])
+
+
+def test_the_checker_knows_parts_of_gpus() -> None:
+    def run(job: str, share: GpuShare | None) -> Run:
+        return Run(job, 0, 1, "n1", (0,), True, 1.0, 5.0, share=share)
+
+    large, small = (GpuShare(0, 0, (MigSlice(0, start, size, profile),)) for start, size, profile in ((0, 4, "4g.40gb"), (4, 1, "1g.10gb")))
+    check_runs([run("a", GpuShare(500)), run("b", GpuShare(500, 40_000))])
+    check_runs([run("a", large), run("b", small)])
+    inside = GpuShare(0, 0, (MigSlice(0, 3, 1, "1g.10gb"),))
+    for a, b in ((GpuShare(500), GpuShare(501)), (GpuShare(500), small), (None, small), (large, inside)):
+        with pytest.raises(Violation, match="beyond what it has"):
+            check_runs([run("a", a), run("b", b)])
+
+
+def test_parts_of_gpus_are_used(tmp_path: Path, telemetry: Telemetry) -> None:
+    world = play(3, tmp_path, telemetry=telemetry)
+    shares = [r.share for n in world.nodes.values() for r in n.runs if r.share is not None]
+    assert {bool(s.mig) for s in shares} == {True, False}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import msgspec
 import pytest
 
 from gangline.core.client import api, cli, exits, output, watch
@@ -26,7 +27,7 @@ from gangline.core.client.commands import nodes as nodes_command
 from gangline.core.client.commands import run as run_command
 from gangline.core.client.commands.read import runs
 from gangline.core.model.jobfile import parse_json_spec
-from gangline.core.model.spec import TopologyRequest
+from gangline.core.model.spec import Resources, TopologyRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -427,11 +428,17 @@ def test_every_field_of_run_is_one_of_the_job_file() -> None:
     texts = {"name": "a", "queue": "q", "memory": "1GiB", "workdir": "/a", "checkpoint-path": "/a", "on-rank-failure": "gang",
              "fail-signal": ("SIGABRT",), "on-node-failure": "fail", "preemption-signal": "SIGINT", "on-disconnect": "keep",
              "gpu-model": ("H100",), "topology-required": "rack", "topology-preferred": "nvlink", "topology-name": "ib"}  # fmt: skip
-    given = {name.replace("-", "_"): texts.get(name) or values[kind] for name, (_, kind, _) in run_command.FIELDS.items()}
-    spec = parse_json_spec(run_command._words(given, ("a",), None, ()))
-    assert spec.restart.fail_exit_codes == (8,)
-    assert spec.resources.cpus_milli == 2000
-    assert spec.topology == TopologyRequest("rack", "nvlink", "ib")
+    texts |= {"gpu-share": "0.5", "gpu-memory": "20GiB", "mig": "1g.10gb"}
+    ways = {("gpus",): Resources(8), ("gpu-share",): Resources(gpu_share_milli=500), ("gpu-memory",): Resources(gpu_memory_mib=20_480),
+            ("mig", "mig-count"): Resources(mig="1g.10gb", mig_count=8)}  # fmt: skip
+    for way, resources in ways.items():
+        others = {name for other in ways if other != way for name in other}
+        given = {name.replace("-", "_"): texts.get(name) or values[kind] for name, (_, kind, _) in run_command.FIELDS.items()}
+        given |= {name.replace("-", "_"): None for name in others}
+        spec = parse_json_spec(run_command._words(given, ("a",), None, ()))
+        assert spec.restart.fail_exit_codes == (8,)
+        assert spec.resources == msgspec.structs.replace(resources, gpu_models=("H100",), cpus_milli=2000, memory_mib=1024)
+        assert spec.topology == TopologyRequest("rack", "nvlink", "ib")
 
 
 # ---------------------------------------------------------------- reading

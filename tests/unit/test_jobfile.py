@@ -10,6 +10,7 @@ import pytest
 
 from gangline.core.model import jobfile
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec, parse_yaml, to_json
+from gangline.core.model.jobresources import RESOURCES
 from gangline.core.model.problems import BadJob, Problem
 from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 
@@ -240,9 +241,49 @@ def test_fields_of_later_versions(field: str) -> None:
     assert "not in this version" in only(refused(**{field: "x"}), f"/{field}", "GL-1109").message
 
 
-@pytest.mark.parametrize("field", ["gpu_share", "gpu_memory", "mig"])
-def test_resources_of_later_versions(field: str) -> None:
-    assert "not in this version" in only(refused(resources={field: 0.5}), f"/resources/{field}", "GL-1109").message
+@pytest.mark.parametrize(
+    ("asked", "resources"),
+    [
+        ({"gpu_share": 0.5}, Resources(gpu_share_milli=500)),
+        ({"gpu_share": 0.01, "gpu_model": "T4"}, Resources(gpu_share_milli=10, gpu_models=("T4",))),
+        ({"gpu_memory": "20GiB"}, Resources(gpu_memory_mib=20_480)),
+        ({"mig": "1G.10GB"}, Resources(mig="1g.10gb", mig_count=1)),
+        ({"mig": "3g.40gb", "mig_count": 2, "gpu_model": ["H100", "A100"]}, Resources(mig="3g.40gb", mig_count=2, gpu_models=("H100", "A100"))),
+        ({"gpus": 1, "gpu_model_mix": True}, Resources(gpus=1, gpu_model_mix=True)),
+        ({"gpus": 1, "gpu_share": None, "mig": ""}, Resources(gpus=1)),
+    ],
+)
+def test_parts_of_gpus(asked: dict[str, Any], resources: Resources) -> None:
+    spec = parse_json_spec({"command": ["true"], "resources": asked})
+    assert spec.resources == resources
+    assert parse_json_spec(to_json(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "code", "said", "nearest"),
+    [
+        ({"gpu_share": 1}, "gpu_share", "GL-1104", "Whole ones are asked for by `gpus`", ""),
+        ({"gpu_share": 0}, "gpu_share", "GL-1104", "from 0.01 to 0.99", ""),
+        ({"gpu_share": 0.333}, "gpu_share", "GL-1104", "too fine", "0.33"),
+        ({"gpu_share": "half"}, "gpu_share", "GL-1102", "a number", ""),
+        ({"gpu_memory": 20}, "gpu_memory", "GL-1105", "has no unit", "20GiB"),
+        ({"mig": "1g.11gb"}, "mig", "GL-1106", "known are 1g.5gb", "1g.10gb"),
+        ({"mig": "1g.5gb", "gpu_model": "H100"}, "mig", "GL-1108", "H100 has no MIG profile 1g.5gb; it has 1g.10gb", ""),
+        ({"mig": "1g.10gb", "mig_count": 0}, "mig_count", "GL-1104", "from 1 to 112", ""),
+        ({"mig_count": 2}, "mig_count", "GL-1108", "but no mig", ""),
+        ({"gpu_model_mix": True}, "gpu_model_mix", "GL-1108", "but no GPUs", ""),
+    ],
+)
+def test_parts_of_gpus_that_make_no_sense(asked: dict[str, Any], field: str, code: str, said: str, nearest: str) -> None:
+    problem = only(refused(resources=asked), f"/resources/{field}", code)
+    assert said in problem.message
+    assert problem.nearest in (nearest, "1g.10gb")
+
+
+def test_gpus_are_asked_for_in_one_way_and_all_others_are_named() -> None:
+    problems = refused(resources={"gpus": 1, "gpu_share": 0.5, "gpu_memory": "1GiB", "mig": "1g.10gb"})
+    assert [p.pointer for p in problems] == ["/resources/gpu_share", "/resources/gpu_memory", "/resources/mig"]
+    assert {p.code for p in problems} == {"GL-1108"}
 
 
 def test_topologies_that_say_nothing() -> None:
@@ -367,7 +408,7 @@ def test_manual_has_every_field_and_its_examples_are_jobs() -> None:
     sections = ("gang", "resources", "topology", "checkpoint", "restart", "preemption")
     fields = {name for name in jobfile._JOB if name not in sections}
     nested = {
-        "gang": jobfile._GANG, "resources": jobfile._RESOURCES, "topology": jobfile._TOPOLOGY, "checkpoint": jobfile._CHECKPOINT,
+        "gang": jobfile._GANG, "resources": RESOURCES, "topology": jobfile._TOPOLOGY, "checkpoint": jobfile._CHECKPOINT,
         "preemption": jobfile._PREEMPTION,
     }  # fmt: skip
     fields |= {f"{section}.{name}" for section, names in nested.items() for name in names}

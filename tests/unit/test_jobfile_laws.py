@@ -71,10 +71,15 @@ SPECS = st.fixed_dictionaries(
         "gang": st.fixed_dictionaries(
             {"ranks": st.integers(1, 99).map(lambda n: n * 4)}, optional={"min_ranks": st.just(4), "ranks_per_node": st.just(2)}
         ),
-        "resources": st.fixed_dictionaries(
-            {"gpus": st.integers(1, 64)},
-            optional={"cpus": st.integers(1, 9999).map(lambda n: n / 100), "memory": st.just("3TiB"), "gpu_model": st.just("a b")},
-        ),
+        "resources": st.one_of(*(
+            st.fixed_dictionaries(
+                devices, optional={"cpus": st.integers(1, 9999).map(lambda n: n / 100), "memory": st.just("3TiB"), "gpu_model": st.just("a b")},
+            )
+            for devices in (
+                {"gpus": st.integers(1, 64)}, {"gpu_share": st.integers(1, 99).map(lambda n: n / 100)}, {"gpu_memory": st.just("20GiB")},
+                {"mig": st.sampled_from(["1g.5gb", "1g.10gb+me", "7g.186gb"]), "mig_count": st.integers(1, 7), "gpu_model_mix": st.booleans()},
+            )
+        )),
         "topology": st.fixed_dictionaries(
             {"required": st.sampled_from(["rack", "a.b/c"])}, optional={"preferred": st.just("nvlink"), "name": st.just("ib")}
         ),
