@@ -62,6 +62,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
             web.post("/v1/jobs:batch", writes(jobs.submit_batch, MAX_BODY)),
             web.get("/v1/jobs", jobs.list),
             web.get("/v1/jobs/{job}", jobs.show),
+            web.post("/v1/jobs/{job}:{action}", writes(jobs.act, _SMALL)),
             web.delete("/v1/jobs/{job}", writes(jobs.stop, _SMALL)),
             web.get("/v1/jobs/{job}/story", events.story),
             web.get("/v1/jobs/{job}/logs", logs.logs),

@@ -9,21 +9,24 @@ import hashlib
 import hmac
 import os
 from collections.abc import Iterator
-from typing import Any, cast, get_args
+from typing import Any, cast
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
 
+from gangline.core.model.arrays import array_text, element_id, split_element
 from gangline.core.model.jobfile import MAX_BYTES, MAX_JOBS, parse_json_spec
+from gangline.core.model.naming import as_job, find_id
+from gangline.core.model.nearest import nearest
 from gangline.core.model.problems import BadJob, Problem
 from gangline.core.model.spec import JobSpec
-from gangline.core.model.state import Job, JobState, State
+from gangline.core.model.state import Job, State
 from gangline.core.model.strict_json import load_json
 from gangline.leader.api_context import Context, unknown_outcome
-from gangline.leader.api_http import MAX_BODY, Params, Refusal, bad_input, printable_header, problem
-from gangline.leader.commands import Accepted, Command, Refused, Stop, Submit
-from gangline.leader.rows import JobRow, job_row, whole_job
+from gangline.leader.api_http import MAX_BODY, Params, Refusal, bad_input, body_as, printable_header, problem
+from gangline.leader.commands import Accepted, Command, Hold, Refused, Release, Stop, Submit
+from gangline.leader.rows import SHOWN_STATES, JobRow, job_row, shown_state, whole_job
 
 MAX_PAGE = 500
 MAX_KEY = 255
@@ -39,7 +42,14 @@ _SEAL = b"gangline jobs cursor"
 #: characters of the ids that we make: lower-case base 32 without what is easily misread
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 _ACTIVE = frozenset({"placed", "preparing", "running", "restarting", "preempting"})
-_STATES = frozenset(get_args(JobState))
+
+
+class HoldWord(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /v1/jobs/{job}:hold and :release."""
+
+    reason: str = ""
+    #: hold only: a job that runs is asked to leave
+    requeue: bool = False
 
 
 def new_job_id() -> str:
@@ -49,23 +59,31 @@ def new_job_id() -> str:
 
 
 def find_job(state: State, ref: str) -> Job:
-    """Return the job with this id, else the newest of this name, else the one whose id begins so. Raises Refusal 404 or 409."""
-    if (job := state.jobs.get(ref)) is not None:
-        return job
-    if (live := state.names.get(ref)) is not None:
-        return state.jobs[live]
-    found: list[Job] = []
-    for job in reversed(state.jobs.values()):
-        if job.spec.name == ref and ref:
-            return job
-        if job.id.startswith(ref):
-            found.append(job)
-    if not found or not ref:
+    """Return the job with this id, else the newest of this name, else the one whose id begins so; an index behind it means an element.
+
+    An element that is not a job (yet, or any more) is what its array says of it. Raises Refusal 404 or 409.
+    """
+    if (known := find_id(state, ref)) is not None:
+        return _known(state, known)
+    found = [job for job in state.jobs.values() if not job.array and job.id.startswith(ref)] if ref else []
+    if not found and (split := split_element(ref)) is not None:
+        array = find_job(state, split[0])
+        if (element := find_id(state, element_id(array.id, split[1]))) is not None:
+            return _known(state, element)
+        if array.elements is not None and array.spec.array is not None:
+            raise Refusal(404, "no_such_element", f"{array.id} has the elements {array_text(array.spec.array)}, and not {split[1]}")
+    if not found:
         raise Refusal(404, "no_such_job", f"there is no job {ref[:100]!r}, by id, name or beginning of an id")
     if len(found) > 1:
-        candidates = [job.id for job in found[:10]]
+        candidates = [job.id for job in reversed(found)][:10]
         raise Refusal(409, "ambiguous", f"{len(found)} jobs have an id that begins with {ref!r}: {', '.join(candidates)}", candidates=candidates)
     return found[0]
+
+
+def _known(state: State, job_id: str) -> Job:
+    job = as_job(state, job_id)
+    assert job is not None, f"{job_id} was found"
+    return job
 
 
 class JobRoutes:
@@ -96,7 +114,7 @@ class JobRoutes:
             return context.answer(answer, status=201, index=accepted.index)
         state = await context.view(accepted.index, 1.0)
         if (job := state.jobs.get(accepted.subject)) is not None:
-            answer["state"] = job.state
+            answer["state"] = shown_state(job)
         return context.answer(answer, headers={"Idempotent-Replayed": "true"})
 
     async def submit_batch(self, request: web.Request, body: bytes) -> web.StreamResponse:
@@ -136,9 +154,25 @@ class JobRoutes:
         job = find_job(await self._context.view(), request.match_info["job"])
         accepted = await self._context.execute_one(Stop(job.id, by=user_of(request), reason=reason))
         state = await self._context.view(accepted.index, 1.0)
-        job = state.jobs.get(job.id, job)
-        answer = {"job": job.id, "state": job.state, "index": max(accepted.index, job.index)}
+        job = as_job(state, job.id) or job
+        answer = {"job": job.id, "state": shown_state(job), "index": max(accepted.index, job.index)}
         return self._context.answer(answer, status=200 if job.state == "finished" else 202)
+
+    async def act(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """POST /v1/jobs/{job}:hold and :release."""
+        action, word = request.match_info["action"], body_as(body, HoldWord)
+        if action not in ("hold", "release"):
+            near = nearest(action, ("hold", "release"))
+            raise Refusal(404, "no_such_action", f"{action[:50]!r} is none of hold, release{f'; did you mean {near}?' if near else ''}")
+        if len(word.reason) > MAX_REASON or not word.reason.isprintable():
+            raise bad_input([Problem("/reason", f"A text of at most {MAX_REASON:,} printable characters.", "GL-1104")])
+        if word.requeue and action == "release":
+            raise bad_input([Problem("/requeue", "Only a hold can ask a job to leave.", "GL-1108")])
+        job, by = find_job(await self._context.view(), request.match_info["job"]), user_of(request)
+        command = Hold(job.id, by, word.reason, word.requeue) if action == "hold" else Release(job.id, by, word.reason)
+        accepted = await self._context.execute_one(command)
+        state = await self._context.view(accepted.index, 1.0)
+        return self._context.answer(whole_job(as_job(state, job.id) or job), index=state.index)
 
     # ---------------------------------------------------------------- reads
 
@@ -149,18 +183,20 @@ class JobRoutes:
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/jobs: pages go from the newest job to older ones, and leave out what was submitted after the first page."""
-        params = Params(request, "state", "queue", "user", "name", "limit", "cursor", "min_index", "wait")
+        params = Params(request, "state", "queue", "user", "name", "array", "elements", "limit", "cursor", "min_index", "wait")
         states = _states(params)
         queue, user, name = params.text("queue"), params.text("user"), params.text("name")
+        array, elements = params.text("array"), params.flag("elements")
         limit = params.number("limit", 1, MAX_PAGE, 100)
         first_index, below = self._open_cursor(params)
         state = await self._context.read(params)
         rows: list[JobRow] = []
         more = False
-        for job in _newest_first(state, states):
-            if below and (job.number >= below or job.submitted_index > first_index):
+        last = (0, 0)
+        for job in _elements_of(find_job(state, array), state) if array else _newest_first(state, states, elements):
+            if below and (_place(job) >= below or job.submitted_index > first_index):
                 continue
-            if states and job.state not in states:
+            if (job.array and not (array or elements)) or (states and shown_state(job) not in states):
                 continue
             if (queue and job.spec.queue != queue) or (user and job.user != user) or (name and job.spec.name != name):
                 continue
@@ -168,28 +204,28 @@ class JobRoutes:
                 more = True
                 break
             rows.append(job_row(job))
-            last = job.number
+            last = _place(job)
         cursor = self._seal_cursor(first_index or state.index, last) if more else None
         return self._context.answer({"jobs": rows, "cursor": cursor}, index=state.index)
 
-    def _seal_cursor(self, index: int, number: int) -> str:
-        """Return an opaque cursor: the index of the listing's first page and the number of the last job shown."""
-        text = f"{index}.{number}".encode()
+    def _seal_cursor(self, index: int, last: tuple[int, int]) -> str:
+        """Return an opaque cursor: the index of the listing's first page, and number and position in its array of the last job shown."""
+        text = f"{index}.{last[0]}.{-last[1]}".encode()
         return base64.urlsafe_b64encode(self._mac(text) + text).decode().rstrip("=")
 
-    def _open_cursor(self, params: Params) -> tuple[int, int]:
+    def _open_cursor(self, params: Params) -> tuple[int, tuple[int, int] | None]:
         cursor = params.text("cursor")
         if not cursor:
-            return 0, 0
+            return 0, None
         try:
             data = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
             if hmac.compare_digest(data[:8], self._mac(data[8:])):
-                index, _, number = data[8:].partition(b".")
-                return int(index), int(number)
+                index, number, position = data[8:].split(b".")
+                return int(index), (int(number), -int(position))
         except (binascii.Error, ValueError):
             pass
         params.refuse("cursor", "a cursor that a listing gave; begin the listing anew")
-        return 0, 0
+        return 0, None
 
     @staticmethod
     def _mac(text: bytes) -> bytes:
@@ -250,13 +286,30 @@ def _batch_result(command: Command, outcome: Accepted | Exception) -> dict[str, 
 
 def _states(params: Params) -> frozenset[str]:
     given = frozenset(filter(None, params.text("state").split(",")))
-    if not given <= _STATES:
-        params.refuse("state", f"one or more of {', '.join(sorted(_STATES))}")
+    if not given <= SHOWN_STATES:
+        params.refuse("state", f"one or more of {', '.join(sorted(SHOWN_STATES))}")
     return given
 
 
-def _newest_first(state: State, states: frozenset[str]) -> Iterator[Job]:
+def _place(job: Job) -> tuple[int, int]:
+    """Return the place of a job in a listing, the largest first: by age, an array before its elements, and these in order."""
+    return (job.number, -job.position - 1 if job.array else 0)
+
+
+def _newest_first(state: State, states: frozenset[str], elements: bool) -> Iterator[Job]:
     """Return the jobs that may be in these states: all, or only the few that are active when nothing else is asked for."""
     if states and states <= _ACTIVE:
-        return iter(sorted((state.jobs[j] for j in state.running), key=lambda job: -job.number))
-    return iter(reversed(state.jobs.values()))
+        return iter(sorted((state.jobs[j] for j in (*state.running, *state.arrays)), key=_place, reverse=True))
+    if elements:  # they come to be long after their array was submitted
+        return iter(sorted(state.jobs.values(), key=_place, reverse=True))
+    return (job for job in reversed(state.jobs.values()) if not job.array)
+
+
+def _elements_of(array: Job, state: State) -> list[Job]:
+    """Return the elements of an array that are jobs, in order; the last that have ended, and those that are live."""
+    if array.elements is None:
+        raise Refusal(409, "no_array", f"{array.id} is no array, so it has no elements")
+    if array.state == "finished":
+        return sorted((job for job in state.jobs.values() if job.array == array.id), key=lambda job: job.position)
+    known = [*array.elements.kept, *array.elements.live]
+    return sorted((state.jobs[job] for job in known if job in state.jobs), key=lambda job: job.position)

@@ -10,6 +10,7 @@ import time
 
 from aiohttp import web
 
+from gangline.core.model.events import JobSubmitted
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec
 from gangline.core.model.problems import BadJob
 from gangline.core.policy.plan import cheap, plan
@@ -42,7 +43,8 @@ class PlanRoutes:
         state = await self._context.read(Params(request, "min_index", "wait"))
         if not cheap(state):
             return await self._ask_leader(request, body)
-        admit(state, Submit(new_job_id(), spec, user))  # raises what a submission would be refused with
+        event = admit(state, Submit(new_job_id(), spec, user))  # raises what a submission would be refused with
+        spec = event.spec if isinstance(event, JobSubmitted) else spec
         began = time.monotonic()
         if began < self._due:
             raise Refusal(429, "too_often", "plans are rationed on a large cluster", retry_after_s=max(1, round(self._due - began)))

@@ -9,6 +9,7 @@ from typing import cast
 from aiohttp import web
 
 from gangline.core.model.codec import Frame
+from gangline.core.model.naming import as_job
 from gangline.core.model.narrate import concerns, sentence
 from gangline.core.model.state import Job
 from gangline.leader.api_context import Context
@@ -20,7 +21,10 @@ from gangline.leader.whyrows import RecordRow, when_row, why_row
 #: frames before the last change of a job in which the entries behind its state are looked for
 _LOOK_BACK = 2_000
 #: entries of these kinds make a state; the last of each kind is shown
-_TELLING = ("gang_placed", "gang_restarting", "rank_restarting", "gang_preempting", "gang_requeued", "gang_finished", "job_stop_requested")
+_TELLING = (
+    "gang_placed", "gang_restarting", "rank_restarting", "gang_preempting", "gang_requeued", "gang_finished", "job_stop_requested", "job_held",
+    "job_released",
+)  # fmt: skip
 _FRAMES_STEP = 100
 #: answers that read the log at the same time
 _READERS = 4
@@ -37,13 +41,13 @@ class WhyRoutes:
         """GET /v1/jobs/{job}/why."""
         state = await self._context.read(Params(request, "min_index", "wait"))
         job = find_job(state, request.match_info["job"])
-        deferral = job.deferral if job.state == "queued" else None
+        deferral = job.deferral if job.state in ("queued", "array") else None
         async with self._readers:
             at_ms = await self._time_of(deferral.index) if deferral is not None else None
             records = await self._records(job, job.submitted_index, job.index)
         # The state went on meanwhile: what is said of the others is as of now, and so is the rest.
         state = await self._context.view()
-        job = state.jobs.get(job.id, job)
+        job = as_job(state, job.id) or job
         if deferral is None or job.deferral is None or job.deferral.index != deferral.index:
             at_ms = None
         return self._context.answer(why_row(state, job, self._context.now_ms(state), at_ms, records), index=state.index)

@@ -12,10 +12,11 @@ import msgspec
 from gangline.core.model import events as ev
 from gangline.core.model.codec import encode_event
 from gangline.core.model.fold import stranded
+from gangline.core.model.naming import as_job, find_id
 from gangline.core.model.nearest import nearest
 from gangline.core.model.queues import Declaration, QueueSpec, QueueTree
-from gangline.core.model.spec import JobSpec, TopologyRequest
-from gangline.core.model.state import State
+from gangline.core.model.spec import Dependency, JobSpec, TopologyRequest
+from gangline.core.model.state import Job, State
 from gangline.core.model.topologies import Topology, changes, levels_by_name
 from gangline.core.model.topologies import check as check_topologies
 
@@ -37,6 +38,23 @@ class Submit(msgspec.Struct, frozen=True):
 
 class Stop(msgspec.Struct, frozen=True):
     """End a job."""
+
+    job: str
+    by: str = ""
+    reason: str = ""
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Do not start a job before it is released; `requeue`: one that runs is asked to leave, too."""
+
+    job: str
+    by: str = ""
+    reason: str = ""
+    requeue: bool = False
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Let a job start that was held."""
 
     job: str
     by: str = ""
@@ -72,7 +90,7 @@ class DeclareQueues(msgspec.Struct, frozen=True):
     topologies: tuple[Topology, ...] = ()
 
 
-Command = Submit | Stop | Administer | SetBrake | DeclareQueues
+Command = Submit | Stop | Hold | Release | Administer | SetBrake | DeclareQueues
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -102,6 +120,10 @@ def admit(state: State, command: Command) -> ev.LogEvent | Accepted:
             return _submit(state, command)
         case Stop():
             return _stop(state, command)
+        case Hold():
+            return _hold(state, command)
+        case Release():
+            return _release(state, command)
         case Administer():
             return _administer(state, command)
         case SetBrake():
@@ -123,9 +145,27 @@ def _submit(state: State, c: Submit) -> ev.LogEvent | Accepted:
         raise Refused(409, "name_in_use", message)
     _check_queue(state.queues, c.spec.queue)
     _check_topology(state.queues.declaration.topologies, c.spec.topology)
+    spec = _with_known_jobs(state, c.spec)
     return ev.JobSubmitted(
-        job=c.job, spec=c.spec, user=c.user, idempotency_key=c.idempotency_key, body_digest=c.body_digest, trace_id=c.trace_id
+        job=c.job, spec=spec, user=c.user, idempotency_key=c.idempotency_key, body_digest=c.body_digest, trace_id=c.trace_id
     )
+
+
+def _with_known_jobs(state: State, spec: JobSpec) -> JobSpec:
+    """Return the spec with the ids of the jobs that it depends on. A job that is not known cannot be waited for, so it is refused."""
+    if not spec.depends_on:
+        return spec
+    found: dict[str, Dependency] = {}
+    for each in spec.depends_on:
+        job = find_id(state, each.job)
+        if job is None:
+            message = f"depends on {each.job}, and no job has this id or name; those that ended long ago are forgotten"
+            raise Refused(404, "no_such_dependency", message)
+        if job in found:
+            message = f"depends twice on {job}, the second time as {each.job}; one condition says what is asked of it"
+            raise Refused(422, "dependency_twice", message)
+        found[job] = Dependency(job, each.when)
+    return msgspec.structs.replace(spec, depends_on=tuple(found.values()))
 
 
 def _check_queue(tree: QueueTree, queue: str) -> None:
@@ -191,12 +231,40 @@ def _declare_queues(state: State, c: DeclareQueues) -> ev.LogEvent | Accepted:
 
 
 def _stop(state: State, c: Stop) -> ev.LogEvent | Accepted:
-    job = state.jobs.get(c.job)
+    job = as_job(state, c.job)
     if job is None:
         raise Refused(404, "no_such_job", f"there is no job {c.job}")
     if job.state == "finished" or job.stop:
         return Accepted(job.index, job.id, replayed=True)
     return ev.JobStopRequested(job=c.job, by=c.by, reason=c.reason)
+
+
+def _hold(state: State, c: Hold) -> ev.LogEvent | Accepted:
+    job = _held_or_to_be(state, c.job)
+    if job.state == "finished":
+        raise Refused(409, "job_ended", f"{job.id} has {job.outcome}: there is nothing to hold")
+    again = job.held and job.held_reason == c.reason and not (c.requeue and (job.active or job.elements is not None))
+    return Accepted(job.index, job.id, replayed=True) if again else ev.JobHeld(job=c.job, by=c.by, reason=c.reason, requeue=c.requeue)
+
+
+def _release(state: State, c: Release) -> ev.LogEvent | Accepted:
+    job = _held_or_to_be(state, c.job)
+    array = state.jobs.get(job.array)
+    if array is not None and array.held and not job.held:
+        raise Refused(409, "array_held", f"{job.id} waits because its array is held: release {array.id}")
+    if not job.held or job.state == "finished":
+        return Accepted(job.index, job.id, replayed=True)
+    return ev.JobReleased(job=c.job, by=c.by, reason=c.reason)
+
+
+def _held_or_to_be(state: State, job_id: str) -> Job:
+    job = state.jobs.get(job_id)
+    if job is not None:
+        return job
+    if (element := as_job(state, job_id)) is not None:
+        message = f"{job_id} is not a job yet, or no longer; hold and release {element.array}, or stop {job_id}"
+        raise Refused(409, "element_not_live", message)
+    raise Refused(404, "no_such_job", f"there is no job {job_id}")
 
 
 def _administer(state: State, c: Administer) -> ev.LogEvent | Accepted:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from gangline.core.model.arrays import to_come
 from gangline.core.model.queues import Amounts, QueueSpec, QueueState, QueueTree, Weights, amount
 from gangline.core.model.state import Job, State
 from gangline.core.model.topologies import Topology, levels_by_name
@@ -68,6 +69,8 @@ class QueueRow(msgspec.Struct, frozen=True):
     reclaim_min_runtime_s: float | None
     preempt_min_runtime_s: float | None
     usage_half_life_s: float | None
+    ageing_per_hour: float | None
+    ageing_most: int | None
     user_fairness: bool
     allocated: HeldRow
     pending: PendingRow
@@ -90,6 +93,13 @@ def queue_rows(state: State) -> list[QueueRow]:
                 waits = pending.setdefault(path, PendingRow())
                 waits.jobs += 1
                 waits.gpus += job.spec.gang.ranks * job.spec.resources.gpus
+    for array in (state.jobs[job] for job in state.arrays):
+        coming = to_come(array)
+        for path in _accounts(tree, array) if coming else ():
+            specs.setdefault(path, QueueSpec(path))
+            waits = pending.setdefault(path, PendingRow())
+            waits.jobs += coming
+            waits.gpus += coming * array.spec.gang.ranks * array.spec.resources.gpus
     lost: dict[str, int] = {}
     for queue, gpu_ms in state.lost_gpu_ms.items():
         for path in [spec.path for spec in tree.lineage(queue)] if queue in tree.specs else [queue]:
@@ -141,6 +151,8 @@ def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow, l
         reclaim_min_runtime_s=spec.reclaim_min_runtime_s,
         preempt_min_runtime_s=spec.preempt_min_runtime_s,
         usage_half_life_s=spec.usage_half_life_s,
+        ageing_per_hour=spec.ageing_per_hour,
+        ageing_most=spec.ageing_most,
         user_fairness=spec.user_fairness,
         allocated=held,
         pending=pending,

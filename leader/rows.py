@@ -6,18 +6,49 @@ Times that have not come yet and values that nobody has reported are null. Value
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
+from gangline.core.model.arrays import array_text, count, indices_text, size, to_come
 from gangline.core.model.documents import RestartNotice
 from gangline.core.model.jobfile import to_json
-from gangline.core.model.spec import JobSpec
-from gangline.core.model.state import Job, JobState, Node, Rank
+from gangline.core.model.spec import ArraySpec, JobSpec
+from gangline.core.model.state import Job, Node, Rank
 
 #: names of environment variables whose values are never shown: the log keeps what was submitted, the API does not repeat it
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|(^|_)KEY($|_)|APIKEY|ACCESS_KEY", re.IGNORECASE)
 HIDDEN = "(hidden)"
+
+
+#: a job as a list shows it: an array waits until one of its elements has run
+ShownState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "finished"]
+SHOWN_STATES: frozenset[str] = frozenset(get_args(ShownState))
+
+
+class ElementsRow(msgspec.Struct, frozen=True):
+    """How far an array is, in elements."""
+
+    total: int
+    #: not jobs yet
+    to_come: int
+    queued: int
+    #: placed, on the way there or on the way out
+    active: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    at_most: int | None
+    #: indices as people write them
+    indices: str
+    failed_indices: str
+
+
+class DependencyRow(msgspec.Struct, frozen=True):
+    """A job that has to get somewhere first."""
+
+    job: str
+    when: str
 
 
 class JobRow(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +59,7 @@ class JobRow(msgspec.Struct, frozen=True, gc=False):
     queue: str
     user: str
     priority: int
-    state: JobState
+    state: ShownState
     #: succeeded, failed or cancelled; null before the end
     outcome: str | None
     generation: int
@@ -40,6 +71,12 @@ class JobRow(msgspec.Struct, frozen=True, gc=False):
     ended_at_ms: int | None
     #: why it waits, leaves, came back or ended; empty while all is well
     reason: str
+    #: of an element: the id of its array, and its index there
+    array: str | None
+    array_index: int | None
+    #: of an array: how far it is
+    elements: ElementsRow | None
+    held: bool
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -90,6 +127,11 @@ class WholeJob(JobRow, frozen=True):
     #: GPU time that it lost in restarts and evictions, since its last checkpoint each time; and that gangs lost that were evicted for it
     lost_gpu_s: float
     cost_gpu_s: float
+    #: what has to happen first
+    waits_for: list[DependencyRow]
+    held_by: str | None
+    begin_at_ms: int | None
+    deadline_ms: int | None
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -122,8 +164,31 @@ def job_row(job: Job) -> JobRow:
     spec = job.spec
     ranks = job.world_size if job.parts else spec.gang.ranks
     return JobRow(
-        job.id, spec.name, spec.queue, job.user, spec.priority, job.state, job.outcome or None, job.generation, ranks,
-        ranks * spec.resources.gpus, list(job.parts), job.submitted_at_ms, job.started_at_ms or None, job.ended_at_ms or None, _reason(job),
+        job.id, spec.name, spec.queue, job.user, spec.priority, shown_state(job), job.outcome or None, job.generation, ranks,
+        ranks * spec.resources.gpus, list(job.parts), job.submitted_at_ms, job.started_at_ms or None, job.ended_at_ms or None, reason_of(job),
+        job.array or None, job.array_index if job.array else None, elements_row(job), job.held,
+    )  # fmt: skip
+
+
+def shown_state(job: Job) -> ShownState:
+    """Return the state of a job as people see it."""
+    if job.state == "array":
+        return "running" if job.started_at_ms else "queued"
+    return job.state
+
+
+def elements_row(job: Job) -> ElementsRow | None:
+    """Return how far an array is, None for a job that is none."""
+    elements, spec = job.elements, job.spec.array
+    if elements is None or spec is None:
+        return None
+    coming = to_come(job)
+    ended = {word: count(runs) for word, runs in (("succeeded", elements.succeeded), ("failed", elements.failed))}
+    live = len(elements.live)
+    return ElementsRow(
+        total=size(spec), to_come=coming, queued=elements.queued, active=live - elements.queued, **ended,
+        cancelled=size(spec) - coming - live - sum(ended.values()), at_most=spec.at_most or None, indices=array_text(ArraySpec(spec.ranges)),
+        failed_indices=indices_text(spec, elements.failed),
     )  # fmt: skip
 
 
@@ -145,6 +210,10 @@ def whole_job(job: Job) -> WholeJob:
         master=master(job),
         lost_gpu_s=job.lost_gpu_ms / 1000,
         cost_gpu_s=job.cost_gpu_ms / 1000,
+        waits_for=[DependencyRow(other, when) for other, when in job.waits_for.items()],
+        held_by=job.held_by or None,
+        begin_at_ms=job.begin_at_ms or None,
+        deadline_ms=job.deadline_ms or None,
     )
 
 
@@ -193,16 +262,29 @@ def without_secrets(spec: JobSpec) -> JobSpec:
     return msgspec.structs.replace(spec, env={k: HIDDEN if _SECRET.search(k) else v for k, v in spec.env.items()})
 
 
-def _reason(job: Job) -> str:
+def reason_of(job: Job) -> str:
+    """Return why a job waits, leaves, came back or ended; empty while all is well."""
     if job.state == "finished":
         return job.message
     if job.stop:
         return job.stop
+    if job.state == "array":
+        return _array_reason(job)
     if job.state == "queued":
         return job.deferral.message if job.deferral is not None else job.restart.message if job.restart is not None else ""
     if job.state == "preempting" and job.notice is not None:
         return job.notice.message
     return job.restart.message if job.state == "restarting" and job.restart is not None else ""
+
+
+def _array_reason(job: Job) -> str:
+    """How far an array is, in words; and why it does not go on when it does not."""
+    row = elements_row(job)
+    assert row is not None
+    words = {"active": "running", "to_come": "to come"}
+    counts = {word: getattr(row, word) for word in ("active", "queued", "to_come", "succeeded", "failed", "cancelled")}
+    text = f"of {row.total}: " + ", ".join(f"{n} {words.get(word, word)}" for word, n in counts.items() if n)
+    return f"{job.deferral.message}; {text}" if job.deferral is not None else text
 
 
 def _rank_row(number: int, rank: Rank) -> RankRow:

@@ -8,14 +8,18 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.documents import RestartNotice, StopNotice
-from gangline.core.model.state import Deferral, Job, JobState, State
+from gangline.core.model.state import Deferral, Job, State
+from gangline.core.policy.ageing import waiting_key
 from gangline.core.policy.capacity import ends_ms, impossible
 from gangline.core.policy.estimate import Estimate, end_of, start_of
+from gangline.leader.rows import ShownState, reason_of, shown_state
 
 #: holders that are named
 MAX_HOLDERS = 10
 #: reasons that are about one queue, not about the whole cluster
 _OF_QUEUES = ("over_limit", "over_quota")
+#: reasons that have nothing to do with what others hold
+_OF_ITSELF = ("held", "dependency", "before_begin", "array_turn")
 #: amounts of a witness → unit and how many of them make one
 _UNITS = {
     "gpus": ("GPU", 1), "gpus_milli": ("GPU", 1000), "cpus_milli": ("CPU", 1000), "memory_mib": ("GiB of memory", 1024), "ranks": ("rank", 1),
@@ -60,7 +64,7 @@ class HolderRow(msgspec.Struct, frozen=True):
     user: str
     queue: str
     gpus: int
-    state: JobState
+    state: ShownState
     since_ms: int
     #: by its time limit, or its notice; null when it has neither
     ends_at_ms: int | None
@@ -90,7 +94,7 @@ class WhyRow(msgspec.Struct, frozen=True):
 
     job: str
     name: str
-    state: JobState
+    state: ShownState
     since_ms: int
     #: the answer in one sentence
     message: str
@@ -109,18 +113,18 @@ class WhyRow(msgspec.Struct, frozen=True):
 
 def why_row(state: State, job: Job, now_ms: int, witness_at_ms: int | None, records: list[RecordRow]) -> WhyRow:
     """Return why a job is in its state. `witness_at_ms` is the time of the entry with the witness, `records` are the entries behind the rest."""
-    waits = job.state == "queued"
-    deferral = job.deferral if waits else None
+    waits = shown_state(job) == "queued"
+    deferral = job.deferral if job.state in ("queued", "array") else None
     never = impossible(state, job.spec) if waits else ""
     return WhyRow(
         job=job.id,
         name=job.spec.name,
-        state=job.state,
+        state=shown_state(job),
         since_ms=job.since_ms,
         message=_message(job, now_ms),
         witness=_witness(deferral, witness_at_ms) if deferral is not None else None,
-        order=order_row(state, job) if waits else None,
-        holders=_holders(state, job, now_ms, deferral) if waits else None,
+        order=order_row(state, job, now_ms) if waits else None,
+        holders=_holders(state, job, now_ms, deferral) if waits and (deferral is None or deferral.code not in _OF_ITSELF) else None,
         would_change=_would_change(job, deferral, never),
         impossible=never or None,
         last_restart=job.restart,
@@ -136,7 +140,7 @@ class WhenRow(msgspec.Struct, frozen=True):
 
     job: str
     name: str
-    state: JobState
+    state: ShownState
     #: "start" of one that waits, "end" of any other
     of: Literal["start", "end"]
     #: null: cannot be told, or never
@@ -151,20 +155,22 @@ class WhenRow(msgspec.Struct, frozen=True):
 
 def when_row(state: State, job: Job, now_ms: int) -> WhenRow:
     """Return when a waiting job may start, when a placed one ends at the latest, and when one that is over ended."""
-    waits = job.state == "queued"
+    waits = shown_state(job) == "queued"
     if job.state == "finished":
-        found = Estimate(job.ended_at_ms, f"it is over: {job.outcome}")
+        found = Estimate(job.ended_at_ms or None, f"it is over: {job.outcome}")
+    elif job.elements is not None and not waits:
+        found = Estimate(None, f"unknown: its elements end one by one, {reason_of(job)}")
     else:
         found = start_of(state, job, now_ms) if waits else end_of(job, now_ms)
     return WhenRow(
         job=job.id,
         name=job.spec.name,
-        state=job.state,
+        state=shown_state(job),
         of="start" if waits else "end",
         at_ms=found.at_ms,
         in_s=None if found.at_ms is None else max(0.0, (found.at_ms - now_ms) / 1000),
         basis=found.basis,
-        order=order_row(state, job) if waits else None,
+        order=order_row(state, job, now_ms) if waits else None,
         gpus_without_limit=found.gpus_without_limit if waits else None,
         started_at_ms=job.started_at_ms or None,
     )
@@ -179,6 +185,8 @@ def _message(job: Job, now_ms: int) -> str:
         return f"{job.outcome}: {job.message}" if job.message else job.outcome
     if job.stop:
         return f"is being stopped: {job.stop}"
+    if job.state == "array":
+        return reason_of(job)
     if job.state == "queued":
         if job.deferral is not None:
             return job.deferral.message
@@ -199,20 +207,20 @@ def _after(job: Job) -> str:
     return f", after {job.restart.cause}: {job.restart.message}" if job.restart is not None else ""
 
 
-def order_row(state: State, job: Job) -> OrderRow:
+def order_row(state: State, job: Job, now_ms: int) -> OrderRow:
     """Return the place of a waiting job in its queue."""
     tree = state.queues
     own, ahead, gpus, waiting = tree.leaf_of(job.spec.queue), 0, 0, 0
-    key = (-job.spec.priority, job.number)
-    for priority, number, other_id in state.queue:
+    key = waiting_key(state, job, now_ms)
+    for _, _, other_id in state.queue:
         other = state.jobs[other_id]
         if tree.leaf_of(other.spec.queue) != own:
             continue
         waiting += 1
-        if (priority, number) < key:
+        if waiting_key(state, other, now_ms) < key:
             ahead += 1
             gpus += other.spec.gang.ranks * other.spec.resources.gpus
-    return OrderRow(own, ahead + 1, waiting, gpus)
+    return OrderRow(own, ahead + 1, max(waiting, ahead + 1), gpus)
 
 
 def _holders(state: State, job: Job, now_ms: int, deferral: Deferral | None) -> HoldersRow:
@@ -238,7 +246,7 @@ def _shares_bound(state: State, other: Job, leaf: str) -> bool:
 def _holder(job: Job, now_ms: int) -> HolderRow:
     spec = job.spec
     since = job.running_since_ms or job.since_ms
-    return HolderRow(job.id, spec.name, job.user, spec.queue, _gpus(job), job.state, since, ends_ms(job, now_ms))
+    return HolderRow(job.id, spec.name, job.user, spec.queue, _gpus(job), shown_state(job), since, ends_ms(job, now_ms))
 
 
 def _gpus(job: Job) -> int:
@@ -247,7 +255,7 @@ def _gpus(job: Job) -> int:
 
 def _would_change(job: Job, deferral: Deferral | None, never: str) -> list[str]:
     """Return what is missing by the recorded numbers, and what is in the way now."""
-    if job.state != "queued":
+    if job.state not in ("queued", "array"):
         return []
     if never:
         return ["other nodes, or a smaller gang: it could not run even if everything else had left"]
@@ -259,6 +267,10 @@ def _would_change(job: Job, deferral: Deferral | None, never: str) -> list[str]:
         out = [f"{missing} within the {word} of its queue" for missing in out] or [f"a higher {word} of its queue"]
     if deferral.code == "queue_held":
         out.append("its queue being opened")
+    if deferral.code == "held":
+        out.append("its release, by `gangline release`")
+    if deferral.code == "dependency":
+        out += [f"{other}: {when}" for other, when in list(job.waits_for.items())[:MAX_HOLDERS]]
     if deferral.code == "reserved":
         out.append("the end of the gangs that are leaving its place")
     return out

@@ -158,6 +158,8 @@ _QUEUE: Fields = {
     "reclaim_min_runtime": ("reclaim_min_runtime_s", _RUNTIME),
     "preempt_min_runtime": ("preempt_min_runtime_s", _RUNTIME),
     "usage_half_life": ("usage_half_life_s", duration(60.0, 366 * _DAY_S, zero="to switch it off")),
+    "ageing_per_hour": ("ageing_per_hour", number(0, 1_000_000)),
+    "ageing_most": ("ageing_most", whole(0, 1_000_000)),
     "user_fairness": ("user_fairness", boolean),
     "state": ("state", one_of("open", "hold", "drain")),
 }
@@ -281,6 +283,8 @@ def queue_words(queue: QueueSpec) -> dict[str, Any]:
     for word in ("reclaim_min_runtime", "preempt_min_runtime", "usage_half_life"):
         seconds = getattr(queue, f"{word}_s")
         words[word] = None if seconds is None else duration_word(seconds)
+    words["ageing_per_hour"] = None if queue.ageing_per_hour is None else _weight_word(queue.ageing_per_hour)
+    words["ageing_most"] = queue.ageing_most
     words["user_fairness"] = queue.user_fairness or None
     words["state"] = queue.state if queue.state != "open" else None
     return {word: value for word, value in words.items() if value is not None and value != {}}
@@ -306,7 +310,7 @@ def _value_word(field: str, value: Value) -> Value:
         return value
     if field.endswith("_s"):
         return duration_word(value)
-    if field.startswith("over_quota_weight."):
+    if field.startswith("over_quota_weight.") or field == "ageing_per_hour":
         return _weight_word(float(value))
     if field.endswith(".memory_mib"):
         return format_size(int(value))

@@ -128,6 +128,33 @@ class JobStopRequested(LogEvent, frozen=True, kw_only=True, gc=False):
     reason: str = ""
 
 
+@_event("job_held")
+class JobHeld(LogEvent, frozen=True, kw_only=True, gc=False):
+    """Somebody wants the job not to be started until it is released. One that runs goes on, unless `requeue`: then it is asked to leave."""
+
+    job: str
+    by: str = ""
+    reason: str = ""
+    requeue: bool = False
+
+
+@_event("job_released")
+class JobReleased(LogEvent, frozen=True, kw_only=True, gc=False):
+    """The job may be started again as far as holding it goes."""
+
+    job: str
+    by: str = ""
+    reason: str = ""
+
+
+@_event("elements_queued")
+class ElementsQueued(LogEvent, frozen=True, kw_only=True, gc=False):
+    """*Decision*: these elements of an array become jobs, the next ones in order; the others stay a number in the array."""
+
+    job: str
+    indices: tuple[int, ...]
+
+
 @_event("gang_placed")
 class GangPlaced(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: the whole gang gets its nodes and devices, as a new generation."""

@@ -6,7 +6,6 @@ changes anything, so a refused event leaves the state as it was. Handlers decide
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any
@@ -14,10 +13,19 @@ from typing import Any
 import msgspec
 
 from gangline.core.model import events as ev
+from gangline.core.model import foldlife as life
 from gangline.core.model import roles
 from gangline.core.model.accounting import account_anew, change_capacity, note_held, offers, settle
 from gangline.core.model.codec import Frame
 from gangline.core.model.documents import RestartNotice, StopNotice
+from gangline.core.model.foldsteps import IllegalTransition as IllegalTransition
+from gangline.core.model.foldsteps import capacity as _capacity
+from gangline.core.model.foldsteps import dequeue as _dequeue
+from gangline.core.model.foldsteps import enqueue as _enqueue
+from gangline.core.model.foldsteps import forget
+from gangline.core.model.foldsteps import live_job as _live_job
+from gangline.core.model.foldsteps import queue_key as queue_key
+from gangline.core.model.foldsteps import touch as _touch
 from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.spec import Resources
@@ -32,15 +40,6 @@ EARMARK_MARGIN_MS = 60_000
 
 #: a brake that was cleared stays off for so long: what is missing then is lost
 BRAKE_REST_MS = 600_000
-
-
-class IllegalTransition(Exception):
-    """The event cannot happen in this state. In a log that is a fault of whoever wrote it; before an append it stops the writer."""
-
-    def __init__(self, event: ev.LogEvent, why: str) -> None:
-        super().__init__(f"{event.NAME}: {why}")
-        self.event = event
-        self.why = why
 
 
 def apply_frame(state: State, frame: Frame) -> None:
@@ -109,6 +108,7 @@ def _job_submitted(state: State, e: ev.JobSubmitted, index: int, epoch: int, at_
         raise IllegalTransition(e, f"name {e.spec.name} belongs to {state.names[e.spec.name]}")
     if (refusal := state.queues.refusal(e.spec.queue)) is not None:
         raise IllegalTransition(e, f"queue {e.spec.queue} takes no jobs ({refusal})")
+    life.check_submitted(state, e)
     state.submitted += 1
     job = Job(
         id=e.job, spec=e.spec, number=state.submitted, submitted_at_ms=at_ms, submitted_index=index, user=e.user,
@@ -118,17 +118,19 @@ def _job_submitted(state: State, e: ev.JobSubmitted, index: int, epoch: int, at_
     if job.idempotency_key:
         state.keys[job.idempotency_key] = job.id
     if job.spec.name:
-        state.names[job.spec.name] = job.id
-    state.scratch.moved[job.id] = None
-    _enqueue(state, job)
+        state.names[job.spec.name] = state.named[job.spec.name] = job.id
+    life.submitted(state, job, at_ms)
 
 
 def _job_stop_requested(state: State, e: ev.JobStopRequested, index: int, epoch: int, at_ms: int) -> None:
+    if life.cancel_unopened(state, e, index, at_ms):
+        return
     job = _live_job(state, e, e.job)
     job.stop = e.reason or "stopped"
     job.stop_by = e.by
     state.scratch.moved[job.id] = None
     _touch(state, job, index)
+    life.touch_elements(state, job)
 
 
 def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: int) -> None:
@@ -139,6 +141,7 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
         raise IllegalTransition(e, f"generation {e.generation} does not follow {job.generation}")
     _check_placement(state, job, e)
     if job.state == "queued":
+        life.count_wait(job, at_ms)
         _dequeue(state, job)
         state.running[job.id] = None
     job.parts = {}
@@ -238,7 +241,7 @@ def _check_numbers(e: ev.GangPlaced, ranks: list[int]) -> None:
 def _gangs_deferred(state: State, e: ev.GangsDeferred, index: int, epoch: int, at_ms: int) -> None:
     jobs = [_live_job(state, e, j) for j in e.jobs]
     for job in jobs:
-        if job.state != "queued":
+        if job.state not in ("queued", "array"):
             raise IllegalTransition(e, f"job {job.id} is {job.state}")
     deferral = Deferral(code=e.code, message=e.message, need=e.need, have=e.have, index=index)
     for job in jobs:
@@ -327,6 +330,7 @@ def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_
     job.avoid = {n: until for n, until in job.avoid.items() if until > at_ms} | dict(e.avoid)
     job.notice = None
     job.beneficiary, job.saved_at_ms = "", 0
+    job.held_requeue = False
     _leave_all(state, job, index)
     _enter(state, job, "queued", index, at_ms)
     state.running.pop(job.id, None)
@@ -335,6 +339,8 @@ def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_
 
 def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_ms: int) -> None:
     job = _live_job(state, e, e.job)
+    if job.elements is not None and job.elements.live:
+        raise IllegalTransition(e, f"{len(job.elements.live)} elements of {job.id} have not ended")
     _end_generation(job, at_ms)
     if job.state == "queued":
         _dequeue(state, job)
@@ -350,6 +356,7 @@ def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_
         del state.names[job.spec.name]
     _enter(state, job, "finished", index, at_ms)
     state.finished[job.id] = None
+    life.ended(state, job, index, at_ms)
     _forget_oldest(state)
 
 
@@ -358,8 +365,7 @@ def _forget_oldest(state: State) -> None:
         old = next(iter(state.finished))
         if state.jobs[old].held_nodes:
             return  # its last ranks are still dying: it is known until they are gone
-        del state.finished[old]
-        state.keys.pop(state.jobs.pop(old).idempotency_key, None)
+        forget(state, old)
 
 
 # ---------------------------------------------------------------- what agents report
@@ -454,12 +460,15 @@ def _ranks_exited(state: State, e: ev.RanksExited, index: int, epoch: int, at_ms
 def _after_start(state: State, job: Job, index: int, at_ms: int) -> None:
     """A gang runs once all its ranks do."""
     if job.state in ("placed", "preparing") and all(r.started for p in job.parts.values() for r in p.ranks.values()):
+        first = not job.started_at_ms
         job.started_at_ms = job.started_at_ms or at_ms
         job.running_since_ms = at_ms
         job.prepare_failures = 0
         for node_id in job.parts:
             _shrink(state, job, node_id, index)
         _enter(state, job, "running", index, at_ms)
+        if first:
+            life.started(state, job, index, at_ms)
     else:
         _touch(state, job, index)
 
@@ -558,38 +567,6 @@ def stranded(state: State, tree: QueueTree) -> dict[str, int]:
 # ---------------------------------------------------------------- shared steps
 
 
-def queue_key(job: Job) -> tuple[int, int, str]:
-    """Order of the queue: highest priority first, then order of submission."""
-    return (-job.spec.priority, job.number, job.id)
-
-
-def _enqueue(state: State, job: Job) -> None:
-    insort(state.queue, queue_key(job))
-    state.scratch.queue_dirty = True
-
-
-def _capacity(state: State) -> None:
-    """Something that could help a waiting gang has changed."""
-    state.capacity_version += 1
-    state.scratch.queue_dirty = True
-
-
-def _dequeue(state: State, job: Job) -> None:
-    key = queue_key(job)
-    at = bisect_left(state.queue, key)
-    if at < len(state.queue) and state.queue[at] == key:
-        del state.queue[at]
-
-
-def _live_job(state: State, e: ev.LogEvent, job_id: str) -> Job:
-    job = state.jobs.get(job_id)
-    if job is None:
-        raise IllegalTransition(e, f"no job {job_id}")
-    if job.state == "finished":
-        raise IllegalTransition(e, f"job {job_id} has {job.outcome} and stays so")
-    return job
-
-
 def _current(state: State, e: ev.LogEvent, job_id: str, generation: int) -> Job:
     job = _live_job(state, e, job_id)
     if job.generation != generation:
@@ -615,11 +592,6 @@ def _enter(state: State, job: Job, to: Any, index: int, at_ms: int) -> None:
     state.scratch.moved[job.id] = None
     _touch(state, job, index)
     _touch_nodes(state, job)
-
-
-def _touch(state: State, job: Job, index: int) -> None:
-    job.index = index
-    state.scratch.jobs[job.id] = None
 
 
 def _touch_nodes(state: State, job: Job) -> None:
@@ -852,6 +824,9 @@ _HANDLERS: dict[type[ev.LogEvent], Callable[[State, Any, int, int, int], None]] 
     ev.BrakeSet: _brake_set,
     ev.JobSubmitted: _job_submitted,
     ev.JobStopRequested: _job_stop_requested,
+    ev.JobHeld: life.job_held,
+    ev.JobReleased: life.job_released,
+    ev.ElementsQueued: life.elements_queued,
     ev.GangPlaced: _gang_placed,
     ev.GangsDeferred: _gangs_deferred,
     ev.GangReleased: _gang_released,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from gangline.core.model import lifefields as life
 from gangline.core.model.fields import (
     NAME,
     NAME_RULE,
@@ -114,6 +115,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "restart": _restart_words(spec.restart),
         "preemption": {"signal": spec.preemption.signal, "grace": duration_word(spec.preemption.grace_s)},
         "on_disconnect": spec.on_disconnect,
+        **life.words(spec),
     }
     return _without_empties(words)
 
@@ -264,8 +266,6 @@ _JOB_LATER: Later = {
     "image": "Container images (image) are not in this version; the command runs as a process on the node.",
     "mounts": "Mounts (mounts) are not in this version; the command sees the node's own file systems.",
     "user": "Running as another user (user) is not in this version; ranks run as the agent's user.",
-    "depends_on": "Dependencies (depends_on) are not in this version; `gangline wait JOB && gangline submit FILE` does it from outside.",
-    "array": "Job arrays (array) are not in this version; submit one file for each member, or a file with several documents.",
 }
 
 
@@ -326,6 +326,11 @@ _JOB: Fields = {
     "restart": ("restart", _restart),
     "preemption": ("preemption", section(Preemption, _PREEMPTION)),
     "on_disconnect": ("on_disconnect", one_of("stop", "keep")),
+    "array": ("array", life.read_array),
+    "depends_on": ("depends_on", life.read_dependencies),
+    "hold": ("hold", boolean),
+    "begin": ("begin", life.read_moment),
+    "deadline": ("deadline", life.read_moment),
 }
 
 
@@ -339,6 +344,7 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
     assert found is not None
     if value.get("command") is None:
         reading.refuse("", "GL-1103", "The field command is missing: a list of texts, as [python, train.py].")
+    life.take_apart(reading, found)
     if reading.problems:
         return None
     if "preemptible" not in found:

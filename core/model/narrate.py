@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gangline.core.model import events as ev
+from gangline.core.model.arrays import array_text, split_element
 
 #: names of a list that are written out; the rest is counted
 SHOWN = 6
@@ -64,11 +65,16 @@ class JobStory:
 
     def __init__(self, job: str) -> None:
         self._job = job
+        self._element = split_element(job)
         self._nodes: frozenset[str] = frozenset()
 
     def tells(self, event: ev.LogEvent) -> bool:
         """The event belongs to the story."""
         jobs, nodes = concerns(event)
+        if isinstance(event, ev.ElementsQueued) and self._element is not None:
+            return self._element[0] == event.job and self._element[1] in event.indices
+        if isinstance(event, ev.GangFinished) and event.outcome != "succeeded" and event.job.rpartition(".")[0] == self._job:
+            return True  # of its elements, an array tells those that came to no good end
         if self._job in jobs:
             if isinstance(event, ev.GangPlaced):
                 self._nodes = frozenset(nodes)
@@ -125,11 +131,27 @@ def _job_submitted(e: ev.JobSubmitted) -> str:
     gpus = f" of {_count(spec.resources.gpus, 'GPU')}" if spec.resources.gpus else ""
     ranks = _count(spec.gang.ranks, "rank")
     fewest = f" (at least {spec.gang.min_ranks})" if spec.gang.min_ranks < spec.gang.ranks else ""
-    return f"submitted{name} to queue {spec.queue}: {ranks}{fewest}{gpus}, priority {spec.priority}" + _by(e.user)
+    array = f" as array {array_text(spec.array)}, each" if spec.array is not None else ""
+    after = f", {_names(f'{each.when} of {each.job}' for each in spec.depends_on)}" if spec.depends_on else ""
+    held = ", on hold" if spec.hold else ""
+    return f"submitted{name} to queue {spec.queue}{array}: {ranks}{fewest}{gpus}, priority {spec.priority}{after}{held}" + _by(e.user)
 
 
 def _job_stop_requested(e: ev.JobStopRequested) -> str:
     return _because("stop requested", e.reason) + _by(e.by)
+
+
+def _job_held(e: ev.JobHeld) -> str:
+    what = "held, and asked to leave where it runs" if e.requeue else "held: it is not started before it is released"
+    return _because(what, e.reason) + _by(e.by)
+
+
+def _job_released(e: ev.JobReleased) -> str:
+    return _because("released: it may be started", e.reason) + _by(e.by)
+
+
+def _elements_queued(e: ev.ElementsQueued) -> str:
+    return f"element{'' if len(e.indices) == 1 else 's'} {numbers(e.indices)} of the array queued"
 
 
 def _gang_placed(e: ev.GangPlaced) -> str:
@@ -286,6 +308,9 @@ _SENTENCES: dict[type[ev.LogEvent], Callable[[Any], str]] = {
     ev.BrakeSet: _brake_set,
     ev.JobSubmitted: _job_submitted,
     ev.JobStopRequested: _job_stop_requested,
+    ev.JobHeld: _job_held,
+    ev.JobReleased: _job_released,
+    ev.ElementsQueued: _elements_queued,
     ev.GangPlaced: _gang_placed,
     ev.GangsDeferred: _gangs_deferred,
     ev.GangReleased: _gang_released,

@@ -23,6 +23,8 @@ DEFAULT_QUEUE: Final = "default"
 MAX_QUEUES: Final = 2_000
 #: names in a path
 MAX_LEVELS: Final = 8
+#: points of priority that waiting adds at most, where no queue says otherwise
+AGEING_MOST: Final = 10
 
 QueueState = Literal["open", "hold", "drain"]
 #: how a job that names a queue is refused
@@ -66,6 +68,9 @@ class QueueSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     preempt_min_runtime_s: float | None = None
     #: age at which past usage counts half against the queue; 0: the past does not count; None: as the parent, at the top 0
     usage_half_life_s: float | None = None
+    #: points of priority that a job gains for each hour of waiting, and how many it gains at most; None: as the parent, at the top 0 and 10
+    ageing_per_hour: float | None = None
+    ageing_most: int | None = None
     #: users of this queue take turns, each as far as the others have come
     user_fairness: bool = False
     #: hold: accepts jobs and starts none. drain: accepts none, and those that it has run out. Holds for all queues below
@@ -96,7 +101,7 @@ class Declaration(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 class QueueTree:
     """A declaration to be asked. Never changed: another declaration makes another tree."""
 
-    __slots__ = ("_children", "declaration", "half_lives_ms", "specs")
+    __slots__ = ("_children", "ages", "declaration", "half_lives_ms", "specs")
 
     def __init__(self, declaration: Declaration | None = None) -> None:
         """Raises ValueError when the declaration is not a tree in order."""
@@ -105,6 +110,8 @@ class QueueTree:
         #: by path, parents before children; the implicit default queue when nothing is declared
         self.specs = {queue.path: queue for queue in queues}
         self._children = _children(queues)
+        #: in some queue, jobs gain priority by waiting
+        self.ages = any(queue.ageing_per_hour for queue in queues)
         if tuple(self.specs.values()) != in_order(queues):
             raise ValueError("the queues are not a tree in order: each once, after its parent and before its parent's next child")
         #: by path, only of queues where past usage counts
@@ -165,6 +172,15 @@ class QueueTree:
     def usage_half_life_s(self, path: str) -> float:
         """Half-life of past usage in a queue, its own or the nearest ancestor's; 0: the past does not count."""
         return next((spec.usage_half_life_s for spec in self.lineage(path) if spec.usage_half_life_s is not None), 0.0)
+
+
+    def ageing(self, path: str) -> tuple[float, int]:
+        """Points of priority that a waiting job of a queue gains in an hour, and at most; each of its own or the nearest ancestor's."""
+        if not self.ages:
+            return 0.0, 0
+        lineage = list(self.lineage(path))
+        per_hour = next((spec.ageing_per_hour for spec in lineage if spec.ageing_per_hour is not None), 0.0)
+        return per_hour, next((spec.ageing_most for spec in lineage if spec.ageing_most is not None), AGEING_MOST)
 
 
 def in_order(queues: Iterable[QueueSpec]) -> tuple[QueueSpec, ...]:

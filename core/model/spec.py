@@ -146,6 +146,27 @@ class Preemption(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     grace_s: float = 30.0
 
 
+#: what is asked of the job that another one depends on: that it succeeded, ended in any way, ended otherwise, or has started
+Condition = Literal["after_ok", "after_any", "after_not_ok", "after_start"]
+
+
+class Dependency(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """A job that has to get so far before this one takes part. A whole array counts as one job: its last element decides."""
+
+    #: as it was written (an id, a name, an element) until the job is accepted, the id from then on
+    job: str
+    when: Condition = "after_ok"
+
+
+class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Many jobs from one spec, the elements; core/model/arrays.py reads and writes the notation."""
+
+    #: (first, last, step) of the indices, ascending and apart from each other
+    ranges: tuple[tuple[int, int, int], ...]
+    #: elements that are live at once; 0: as many as find room
+    at_most: int = 0
+
+
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One job: a gang of ranks that start together and end together.
 
@@ -174,3 +195,13 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     preemption: Preemption = Preemption()
     #: what an isolated node does with the job: stop it in time for a new generation elsewhere, or keep it running
     on_disconnect: Literal["stop", "keep"] = "stop"
+    array: ArraySpec | None = None
+    depends_on: tuple[Dependency, ...] = ()
+    #: accepted, and not started before somebody releases it
+    hold: bool = False
+    #: not placed before: unix time in ms, or so long after the submission
+    begin_at_ms: int = 0
+    begin_after_s: float = 0.0
+    #: over by then or not started at all: unix time in ms, or so long after the submission; 0 for both is no deadline
+    deadline_ms: int = 0
+    deadline_after_s: float = 0.0

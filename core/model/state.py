@@ -10,6 +10,7 @@ A job's life, with the event that makes each step:
                               │                    restarting ◀───────────── gang_restarting ─────────────┤
                               └── gang_requeued ── preempting ◀───────────── gang_preempting ─────────────┘
     anything but finished ── gang_finished ──▶ finished, and nothing leaves that
+    (nothing) ── job_submitted with an array ──▶ array ── elements_queued ──▶ array, and a queued job for each of these elements
 
 A gang of one node goes from placed to running without preparing. What a gang holds on a node is a `Holding` there, from its placement until
 the node reports that nothing of it is left; so devices of ranks that are still dying are never given to others.
@@ -26,7 +27,7 @@ from gangline.core.model.events import Outcome
 from gangline.core.model.gpushares import GpuShare, GpuUse
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.roles import full, placed
-from gangline.core.model.spec import JobSpec
+from gangline.core.model.spec import Condition, JobSpec
 from gangline.core.model.usage import Usage
 
 #: version of this layout in snapshots
@@ -34,8 +35,17 @@ STATE_VERSION = 1
 
 #: finished jobs that stay in the state; older ones are only in the log and its archive
 FINISHED_KEPT = 10_000
+#: finished elements of one live array that stay in the state
+ELEMENTS_KEPT = 1_000
 
-JobState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "finished"]
+#: positions of elements fit into so many bits (arrays.MAX_ELEMENTS)
+ELEMENT_BITS = 20
+
+#: "array": a job array that has not ended. It is never placed itself; its elements are jobs, with states of their own
+JobState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "finished", "array"]
+
+#: ranges of positions in an array, (first, last), ascending and apart from each other
+Runs = list[tuple[int, int]]
 
 
 class Rank(msgspec.Struct, omit_defaults=True, gc=False):
@@ -82,6 +92,28 @@ class Deferral(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     need: dict[str, int] = {}
     have: dict[str, int] = {}
     index: int = 0
+
+
+class Elements(msgspec.Struct, omit_defaults=True, gc=False):
+    """How far an array is. Positions count from 0 in the order of the indices, so that every array is one run of them.
+
+    Only live elements, and the last that ended, are jobs; of the others there is only what is here, so an array costs what runs of it.
+    """
+
+    #: the first so many have been queued, or given up before that
+    opened: int = 0
+    #: ids of the elements that are jobs and have not ended
+    live: dict[str, None] = {}
+    #: how many of them wait in the queue, and how many elements have ever run
+    queued: int = 0
+    started: int = 0
+    succeeded: Runs = []
+    failed: Runs = []
+    cancelled: Runs = []
+    #: exit code of the first that failed
+    exit_code: int = 0
+    #: ids of elements that have ended and are still known, oldest first; empty once the array has ended
+    kept: list[str] = []
 
 
 class Job(msgspec.Struct, omit_defaults=True, gc=False):
@@ -169,6 +201,33 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     lost_gpu_ms: int = 0
     cost_gpu_ms: int = 0
 
+    #: of an element: the id of its array, its index, and its position in the order of the indices
+    array: str = ""
+    array_index: int = 0
+    position: int = 0
+    #: of an array: how far it is
+    elements: Elements | None = None
+    #: jobs that have to get somewhere first, and where; what is met is taken out
+    waits_for: dict[str, Condition] = {}
+    #: why a dependency can never be met; "" while it can
+    dependency_failed: str = ""
+    #: not to be started until it is released, who said so and why; `held_requeue`: nor to go on
+    held: bool = False
+    held_by: str = ""
+    held_reason: str = ""
+    held_requeue: bool = False
+    #: not placed before, and ended at the latest; 0: no such time
+    begin_at_ms: int = 0
+    deadline_ms: int = 0
+    #: when it was last released, or its last dependency was met; and how long it has waited for its earlier placements (policy/ageing.py)
+    cleared_ms: int = 0
+    waited_ms: int = 0
+
+    @property
+    def order(self) -> int:
+        """Age rank among all jobs: by order of submission, the elements of an array by position."""
+        return (self.number << ELEMENT_BITS) + self.position
+
     def nodes(self) -> list[str]:
         """Nodes of the current placement in order of node rank."""
         return list(self.parts)
@@ -192,7 +251,7 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     @property
     def active(self) -> bool:
         """Neither waiting in a queue nor over."""
-        return self.state not in ("queued", "finished")
+        return self.state not in ("queued", "finished", "array")
 
 
 class Holding(msgspec.Struct, omit_defaults=True, gc=False):
@@ -332,8 +391,14 @@ class State(msgspec.Struct):
     #: rises when something that could help a waiting gang has changed
     capacity_version: int = 0
 
-    #: (-priority, number, id) of the queued jobs, sorted: derived, rebuilt on load
+    #: (-priority, order, id) of the queued jobs, sorted: derived, rebuilt on load
     queue: list[tuple[int, int, str]] = []
     #: ids of active jobs in order of placement: derived
     running: dict[str, None] = {}
+    #: ids of arrays that have not ended, in order of submission: derived
+    arrays: dict[str, None] = {}
+    #: id → ids of the jobs that wait for it, or, of an array, for one of its elements: derived
+    dependents: dict[str, dict[str, None]] = {}
+    #: name → id of the newest job of that name that is known: derived
+    named: dict[str, str] = {}
     scratch: Scratch = msgspec.field(default_factory=Scratch)

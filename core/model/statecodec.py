@@ -9,7 +9,7 @@ import msgspec
 
 from gangline.core.model.accounting import account_anew
 from gangline.core.model.codec import digest
-from gangline.core.model.fold import queue_key
+from gangline.core.model.foldlife import index_jobs
 from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.state import STATE_VERSION, Brake, Earmark, Job, Node, State
 from gangline.core.model.usage import Usage
@@ -75,7 +75,7 @@ def load_state(data: bytes) -> State:
     )  # fmt: skip
     if state.queues.half_lives_ms and not state.usage.clocks:
         account_anew(state, QueueTree(), state.at_ms)  # stored before usage was counted
-    state.queue = sorted(queue_key(j) for j in state.jobs.values() if j.state == "queued")
+    index_jobs(state)
     return state
 
 

@@ -15,12 +15,13 @@ from heapq import heappop, heappush
 
 from gangline.core.model.spec import JobSpec
 from gangline.core.model.state import Job, Node, State
+from gangline.core.policy.ageing import waiting_key
 from gangline.core.policy.capacity import Domain, domain_of, ends_ms, healthy, impossible, ranks_in, takes
 
 #: steps of the simulation after which it says that it cannot tell; a step looks at one gang or one node
 MAX_STEPS = 100_000
 #: reasons for waiting that time alone does not end
-_NOT_BY_TIME = ("queue_held", "ranks_may_run", "unknown_topology", "policy_error", "no_such_model", "no_such_device")
+_NOT_BY_TIME = ("queue_held", "ranks_may_run", "unknown_topology", "policy_error", "no_such_model", "no_such_device", "held", "dependency")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def start_of(state: State, job: Job, now_ms: int) -> Estimate:
     held = _without_limit(state, now_ms)
     if job.deferral is not None and job.deferral.code in _NOT_BY_TIME:
         return Estimate(None, f"unknown: it waits for something other than room ({job.deferral.message})", gpus_without_limit=held)
-    ahead = [other for other in _before(state, job) if other.deferral is None or other.deferral.code not in _NOT_BY_TIME]
+    ahead = [other for other in _before(state, job, now_ms) if other.deferral is None or other.deferral.code not in _NOT_BY_TIME]
     try:
         at_ms = _Simulation(state, now_ms, [*ahead, job]).start_of(job)
     except _TooLong:
@@ -105,6 +106,8 @@ def start_of(state: State, job: Job, now_ms: int) -> Estimate:
         if held:
             return Estimate(None, f"unknown: {held} GPUs are held by jobs without a time limit; {first}", len(ahead), held)
         return Estimate(None, f"unknown: by room alone it would not start; {first}", len(ahead), held)
+    if job.begin_at_ms > max(at_ms, now_ms):
+        return Estimate(job.begin_at_ms, f"it is not to begin before; {first}, and by then there is room", len(ahead), held)
     if at_ms <= now_ms:
         why = f" (recorded: {job.deferral.message})" if job.deferral is not None else ""
         return Estimate(at_ms, f"there is room for it now; {first}. What keeps it is something else{why}", len(ahead), held)
@@ -117,14 +120,17 @@ def _without_limit(state: State, now_ms: int) -> int:
     return sum(job.world_size * job.spec.resources.gpus for job in placed if ends_ms(job, now_ms) is None)
 
 
-def _before(state: State, job: Job) -> Iterator[Job]:
+def _before(state: State, job: Job, now_ms: int) -> Iterator[Job]:
     """Jobs that wait before this one in its queue, in order."""
-    own = state.queues.leaf_of(job.spec.queue)
-    for priority, number, other in state.queue:
-        if (priority, number) >= (-job.spec.priority, job.number):
+    own, key = state.queues.leaf_of(job.spec.queue), waiting_key(state, job, now_ms)
+    waiting: Iterator[Job] = (state.jobs[other] for _, _, other in state.queue)
+    if state.queues.ages:  # the queue is sorted by what the jobs were submitted with
+        waiting = iter(sorted(waiting, key=lambda other: waiting_key(state, other, now_ms)))
+    for other in waiting:
+        if waiting_key(state, other, now_ms) >= key:
             return
-        if state.queues.leaf_of(state.jobs[other].spec.queue) == own:
-            yield state.jobs[other]
+        if state.queues.leaf_of(other.spec.queue) == own:
+            yield other
 
 
 class _Simulation:

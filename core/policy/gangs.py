@@ -174,7 +174,7 @@ class Job:
     """One job. `order` is its age rank, 0 the oldest; times are in seconds before `now` of the session, None if there is no such time."""
 
     __slots__ = (
-        "active", "age_s", "constraint", "evicted_s_ago", "name", "order", "plain", "podsets", "preemptible", "preemption_delay_s",
+        "active", "age_s", "boost", "constraint", "evicted_s_ago", "name", "order", "plain", "podsets", "preemptible", "preemption_delay_s",
         "priority", "queue", "ranks", "root", "shape", "single", "stale_for_s", "staleness_grace_s", "started_s_ago",
         "uniform", "user",
     )  # fmt: skip
@@ -183,6 +183,8 @@ class Job:
         self.name = name
         self.queue = queue
         self.priority = priority
+        #: what its waiting has added to that (ageing.py): counts in the order of its queue and against being preempted, not for preempting
+        self.boost = 0
         self.preemptible = preemptible
         self.order = order
         self.root = root

@@ -37,6 +37,8 @@ from gangline.core.model.state import Rank as StateRank
 from gangline.core.model.state import State
 from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_name
 from gangline.core.model.usage import usage_of, usage_of_users
+from gangline.core.policy import ageing
+from gangline.core.policy.admission import gate
 from gangline.core.policy.gangs import Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
 from gangline.core.policy.handout import placed_devices
 from gangline.core.policy.migplan import most
@@ -92,6 +94,8 @@ class Mirror:
         self._closed: dict[str, None] = {}
         #: names in the world that stand for a job of the state
         self._names: dict[str, list[str]] = {}
+        #: log time of the last look: how long jobs have waited is as of then
+        self._now_ms = 0
         #: queued jobs that do not take part, and why
         self.barred: dict[str, Refusal] = {}
         #: jobs whose request names the nodes that will do: to be looked at again when the nodes change
@@ -115,6 +119,7 @@ class Mirror:
     def sync(self, state: State, now_ms: int) -> None:
         """Take in what has changed since the last time (`Scratch.moved`, `Scratch.moved_nodes`)."""
         scratch = state.scratch
+        self._now_ms = now_ms
         self._grow_older(state, now_ms)
         if self._tree is not state.queues or scratch.everything_moved:
             self._rebuild(state, now_ms)
@@ -148,6 +153,7 @@ class Mirror:
 
     def _rebuild(self, state: State, now_ms: int) -> None:
         self.__init__()  # type: ignore[misc]
+        self._now_ms = now_ms
         self._tree = state.queues
         for spec in _queue_specs(state.queues):
             self.world.add_queue(spec)
@@ -276,17 +282,19 @@ class Mirror:
         if placed:
             self._add_placed(state, job, now_ms)
         elif job.state == "queued" and not job.stop and job.not_before_ms <= now_ms:
-            barred = self._barred(state, job)
+            barred = self._barred(state, job, now_ms)
             if barred is None:
                 self._add_waiting(state, job, now_ms)
             else:
                 self.barred[job.id] = barred
         self._add_remains(state, job, placed)
 
-    def _barred(self, state: State, job: StateJob) -> Refusal | None:
+    def _barred(self, state: State, job: StateJob, now_ms: int) -> Refusal | None:
         """Why a gang does not even take part, whatever is free."""
         if job.id in state.scratch.poison:
             return Refusal("policy_error", state.scratch.poison[job.id])
+        if (closed := gate(state, job, now_ms)) is not None:
+            return closed
         if not state.queues.starts(job.spec.queue):
             return Refusal("queue_held", f"queue {job.spec.queue} is on hold: it takes jobs and starts none")
         away = [n for n in job.held_nodes if state.nodes[n].status == "lost"]
@@ -383,10 +391,11 @@ class Mirror:
     def _introduce(self, state: State, job: StateJob, name: str, root: PodsetGroup, ranks: list[_Ranks]) -> Job:
         spec = job.spec
         engine = Job(
-            name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=spec.priority, preemptible=spec.preemptible, order=job.number,
+            name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=spec.priority, preemptible=spec.preemptible, order=job.order,
             root=root,
         )  # fmt: skip
         engine.user = job.user
+        engine.boost = ageing.points(state, job, self._now_ms)
         places: dict[int, tuple[RankState, Place | None]] = {}
         for some in ranks:
             for state_and_place in some.places:

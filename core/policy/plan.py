@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.events import PlacedPart
+from gangline.core.model.foldlife import is_met, set_conditions
 from gangline.core.model.roles import placed, wrong_sizes
 from gangline.core.model.spec import JobSpec
 from gangline.core.model.state import Job, Scratch, State
@@ -59,6 +60,8 @@ def plan(state: State, spec: JobSpec, now_ms: int, user: str = "") -> Plan:
         id=PLANNED, spec=spec, number=state.submitted + 1, submitted_at_ms=now_ms, submitted_index=state.index, user=user,
         since_ms=now_ms,
     )  # fmt: skip
+    set_conditions(job, now_ms)
+    job.waits_for = {each.job: each.when for each in spec.depends_on if not is_met(state, each.job, each.when)}
     supposed = msgspec.structs.replace(state, jobs={**state.jobs, PLANNED: job}, scratch=Scratch())
     supposed.scratch.poison = dict(state.scratch.poison)
     kept = state.scratch.mirror

@@ -86,15 +86,15 @@ class Queue:
         """A job of this leaf works, or has a reservation."""
         self.working[job] = None
         if job.preemptible:
-            self.yielding.setdefault(job.priority, {})[job] = None
+            self.yielding.setdefault(job.priority + job.boost, {})[job] = None
 
     def stops(self, job: Job) -> None:
         """A job of this leaf has nothing any more."""
         self.working.pop(job, None)
-        alike = self.yielding.get(job.priority, {})
+        alike = self.yielding.get(job.priority + job.boost, {})
         alike.pop(job, None)
         if not alike:
-            self.yielding.pop(job.priority, None)
+            self.yielding.pop(job.priority + job.boost, None)
 
     def working_below(self) -> Iterator[Job]:
         """Return the jobs that work or have a reservation, in this queue and all below it."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from gangline.core.model import events as ev
 from gangline.core.model.fold import row_of_failures
 from gangline.core.model.state import Job, Node, Part, Rank, State
+from gangline.core.policy import admission, ageing
 
 #: a node that has not prepared, or not started its ranks, in this time is charged with it; the old generation's grace comes on top
 PREPARE_TIMEOUT_MS = 60_000
@@ -36,9 +37,12 @@ def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
 
 
 def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
-    if job.stop and job.state != "finished":
-        by = f" by {job.stop_by}" if job.stop_by else ""
-        return ev.GangFinished(job=job.id, outcome="cancelled", cause="stopped", message=f"stopped{by}: {job.stop}")
+    if job.elements is not None:
+        return admission.array_step(state, job, now_ms)
+    # 0. What is not to go on, wherever it is.
+    over = admission.ends(state, job, now_ms)
+    if over is not None:
+        return over
     if not job.active:
         return None
     # 1. Nodes that are gone take the whole gang with them.
@@ -65,8 +69,8 @@ def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     step = _barrier(job, now_ms)
     if step is not None:
         return step
-    # 7. Nodes that an operator wants empty.
-    return _drain(state, job, now_ms)
+    # 7. Nodes that an operator wants empty, and gangs that somebody wants back in the queue.
+    return _drain(state, job, now_ms) or _hold(job, now_ms)
 
 
 def due_ms(state: State, job: Job, now_ms: int) -> int | None:
@@ -78,6 +82,9 @@ def due_ms(state: State, job: Job, now_ms: int) -> int | None:
 
 
 def _moments(state: State, job: Job) -> Iterator[int]:
+    yield from admission.moments(job)
+    if state.queues.ages and job.state == "queued":
+        yield from ageing.next_point_ms(state, job)
     if job.state in ("queued", "restarting"):
         yield job.not_before_ms
     if job.state == "queued":
@@ -135,6 +142,10 @@ def _node_failure(job: Job, lost: list[str], now_ms: int) -> ev.LogEvent:
 def _place_again(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     if now_ms < job.not_before_ms:
         return None
+    if job.held_requeue:
+        return ev.GangRequeued(
+            job=job.id, generation=job.generation, cause="held", failure_class="infrastructure", message=f"it is held{_reason(job)}"
+        )
     if any(n.draining for n in _nodes(state, job)):
         return ev.GangRequeued(
             job=job.id, generation=job.generation, cause="drain", failure_class="infrastructure",
@@ -301,6 +312,20 @@ def _drain(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
                 deadline_ms=int(now_ms + grace_s * 1000), grace_s=grace_s,
             )  # fmt: skip
     return None
+
+
+def _hold(job: Job, now_ms: int) -> ev.LogEvent | None:
+    if not job.held_requeue:
+        return None
+    grace_s = job.spec.preemption.grace_s
+    return ev.GangPreempting(
+        job=job.id, generation=job.generation, cause="held", message=f"it is held{_reason(job)}", deadline_ms=int(now_ms + grace_s * 1000),
+        grace_s=grace_s,
+    )  # fmt: skip
+
+
+def _reason(job: Job) -> str:
+    return f": {job.held_reason}" if job.held_reason else ""
 
 
 # ---------------------------------------------------------------- small readings of the state

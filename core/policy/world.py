@@ -512,7 +512,7 @@ class World:
 
     def job_key(self, job: Job) -> JobKey:
         """Return its place in the order of its queue: larger priority, lower standing, older, name."""
-        return (-job.priority if self.options.priorities else 0, job.standing, job.order, job.name)
+        return (-job.priority - job.boost if self.options.priorities else 0, job.standing, job.order, job.name)
 
 
 def _free_on(node: Node) -> Vector:
