@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from gangline.core.model.arrays import size, split_element
 from gangline.core.model.documents import DesiredGang, DesiredRank, Gpu
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.spec import JobSpec
@@ -131,4 +132,7 @@ def _gangline(gang: DesiredGang, rank: DesiredRank, spec: JobSpec, here: Here) -
         "TOKEN": here.token,
         "CHECKPOINT_DIR": spec.checkpoint.path,
     }
+    element = split_element(gang.job) if spec.array is not None else None
+    if element is not None and spec.array is not None:
+        values |= {"ARRAY_JOB": element[0], "ARRAY_INDEX": element[1], "ARRAY_SIZE": size(spec.array)}
     return {f"GANGLINE_{k}": str(v) for k, v in values.items()}

@@ -137,6 +137,15 @@ class Client:
         """Stop a job."""
         return self.request("DELETE", f"/v1/jobs/{segment(job)}", {"reason": reason or None}, repeat=True)
 
+    def hold(self, job: str, reason: str, *, requeue: bool = False) -> Answer:
+        """Keep a job from being started."""
+        body = {"reason": reason, "requeue": requeue}
+        return self.request("POST", f"/v1/jobs/{segment(job)}:hold", body=body, repeat=True)
+
+    def release(self, job: str, reason: str) -> Answer:
+        """Let a job be started that was held; one that is not held may be released again."""
+        return self.request("POST", f"/v1/jobs/{segment(job)}:release", body={"reason": reason}, repeat=True)
+
     def nodes(self) -> list[dict[str, Any]]:
         """Return the rows of all nodes."""
         return rows_of(self.get("/v1/nodes").body, "nodes")

@@ -34,6 +34,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "logs": ("logs", "Print what the ranks of a job print."),
         "wait": ("wait", "Wait until jobs have ended, and say how."),
         "stop": ("wait", "Stop jobs."),
+        "hold": ("hold", "Keep jobs from being started."),
+        "release": ("hold", "Let jobs start that were held."),
     },
     "Cluster": {
         "nodes": ("nodes", "List nodes."),

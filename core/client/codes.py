@@ -80,6 +80,38 @@ CODES: dict[str, tuple[str, str, str]] = {
     # -------------------------------------------------------- what schedulers refuse
     "bad_input": ("the request has problems", "The list below the message has all of them.", "Each has its own code."),
     "no_such_job": ("no such job", "No job has this id, the beginning of an id, or this name.", "`gangline ps -a` lists those that there are."),
+    "no_such_element": (
+        "the array has no such element",
+        "Behind the dot of an element's id stands one of the indices of its array.",
+        "`gangline show JOB` lists the indices.",
+    ),
+    "no_such_dependency": (
+        "the job to wait for is not known",
+        "A job can only wait for jobs that are known: submitted before it, earlier in the same batch, and not forgotten since they ended.",
+        "Submit that one first, or leave the dependency out; `gangline ps -a` lists the jobs that are known.",
+    ),
+    "dependency_twice": (
+        "two dependencies on one job",
+        "A dependency names a job and one condition; the same job was named twice, perhaps by its id and by its name.",
+        "Leave one of them out.",
+    ),
+    "job_ended": ("the job has ended", "A job that has ended is not started again, so it cannot be held.", "Submit it anew with `hold: true`."),
+    "array_held": (
+        "its array is held",
+        "The element itself is not held, but its array is, and so are all of its elements.",
+        "Release the array.",
+    ),
+    "element_not_live": (
+        "the element is not a job",
+        "Elements of an array become jobs when their turn comes, and are forgotten some time after they have ended.",
+        "Hold or release the array; an element whose turn has not come can be stopped.",
+    ),
+    "is_array": (
+        "an array has no logs of its own",
+        "What is printed is printed by its elements.",
+        "Name one, as JOB.INDEX; `gangline logs JOB` goes through all that are known.",
+    ),
+    "no_array": ("the job is no array", "Only arrays have elements.", "Leave --array out, or name an array."),
     "no_such_node": ("no such node", "No node of this name has ever joined.", "`gangline nodes` lists them."),
     "ambiguous": ("several jobs begin like this", "The beginning of an id fits more than one job.", "Give more of it."),
     "name_in_use": ("the name is in use", "A job of this name has not ended yet.", "Stop it, wait for it, or take another name."),
@@ -136,7 +168,11 @@ CODES: dict[str, tuple[str, str, str]] = {
     "node_is_up": ("the node is up", "Only a lost node can be called dead.", "Stop its agent or cut its power first."),
     # -------------------------------------------------------- what else schedulers answer
     "no_such_rank": ("no such rank", "The gang has fewer ranks, or is not placed.", "`gangline show JOB` lists them."),
-    "no_such_action": ("no such action", "Nodes can be cordoned, uncordoned, drained, undrained and confirmed dead.", "Take one of these."),
+    "no_such_action": (
+        "no such action",
+        "Nodes can be cordoned, uncordoned, drained, undrained and confirmed dead; jobs can be held and released.",
+        "Take one of these.",
+    ),
     "no_such_route": (
         "nothing at this address",
         "The API has no such path; perhaps client and scheduler differ in version.",
@@ -219,6 +255,26 @@ CODES: dict[str, tuple[str, str, str]] = {
         "has its place as soon as others have left it",
         "Ranks that are leaving still hold what this gang will get; nobody else is given it meanwhile.",
         "Wait. What leaves has the grace of its own job file.",
+    ),
+    "dependency": (
+        "another job comes first",
+        "The job depends on others that have not got as far as it asks. When they never can, it is cancelled.",
+        "Wait; `gangline why` on the job that it waits for says more.",
+    ),
+    "held": (
+        "somebody holds it",
+        "The job, or the array that it belongs to, was submitted with `hold: true` or held by `gangline hold`.",
+        "`gangline release JOB`.",
+    ),
+    "before_begin": (
+        "its time has not come",
+        "The job says `begin`, and is not placed before that.",
+        "Wait, or submit it anew without `begin`.",
+    ),
+    "array_turn": (
+        "its turn in the array has not come",
+        "Elements of an array become jobs in order: as many as the array allows at once, and some that wait in the queue.",
+        "Wait; `gangline show` on the array says how far it is.",
     ),
     "queue_held": (
         "the queue is on hold",

@@ -24,6 +24,8 @@ POLL_S = 0.25
 IDLE_POLL_S = 1.0
 #: ranks whose logs are followed together; more have to be chosen by --rank
 MAX_FOLLOWED = 64
+#: elements of an array that are asked for at once; no more are known of one that runs
+MAX_ELEMENTS = 10_000
 CHUNK_BYTES = 1 << 20
 #: after the end of a job its last output may still be on the way
 DRAIN_S = 2.0
@@ -179,12 +181,15 @@ class LogReader:
     """Prints the logs of some ranks of a job, each line with its rank in front when `prefix` is set."""
 
     def __init__(
-        self, client: Client, job: str, ranks: Iterable[int], *, prefix: bool, colour: bool = False, tail: int = 0, first_generation: int = 0
-    ) -> None:
+        self, client: Client, job: str, ranks: Iterable[int], *, prefix: bool, colour: bool = False, tail: int = 0, first_generation: int = 0,
+        element: str = "",
+    ) -> None:  # fmt: skip
+        """`element` stands in front of each line, before the rank: it says which of many jobs has printed it."""
         self._client = client
         self._job = job
         self._logs = [_RankLog(rank) for rank in ranks]
-        self._prefix = prefix
+        self._prefix = prefix or bool(element)
+        self._element = element
         self._colour = colour
         self._tail = tail
         #: generation that is read first, 0 for the one that runs
@@ -257,7 +262,8 @@ class LogReader:
 
     def _write(self, log: _RankLog, data: bytes) -> None:
         if self._prefix:
-            mark = f"[{log.rank:>{self._pad}}] "
+            rank = f"{log.rank:>{self._pad}}" if len(self._logs) > 1 or not self._element else ""
+            mark = f"[{self._element}{'/' if rank and self._element else ''}{rank}] "
             data = (click.style(mark, fg=log.colour) if self._colour else mark).encode() + data
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
@@ -268,8 +274,52 @@ def _last_lines(data: bytes, count: int) -> bytes:
     return b"".join(data.splitlines(keepends=True)[-count:])
 
 
+class ArrayReader:
+    """Prints what the elements of an array print, each line with its index in front."""
+
+    def __init__(self, client: Client, array: str, *, colour: bool, tail: int = 0) -> None:
+        self._client = client
+        self._array = array
+        self._colour = colour
+        self._tail = tail
+        self._readers: dict[str, LogReader] = {}
+        self._over: set[str] = set()
+
+    def read(self, *, newest: bool = False) -> bool:
+        """Print what is new of the elements that run, and what is left of those that have ended since; return whether there was anything.
+
+        `newest`: of their newest generation alone, one element after the other.
+        """
+        rows, _ = self._client.jobs(MAX_ELEMENTS, array=self._array)
+        found = False
+        for row in rows:
+            if row["id"] in self._over or not row["generation"] or (len(self._readers) >= MAX_FOLLOWED and row["id"] not in self._readers):
+                continue
+            reader = self._readers.setdefault(row["id"], self._reader(row))
+            found = reader.read(None if newest else int(row["generation"])) or found
+            if ended(row) or newest:
+                reader.finish()
+                del self._readers[row["id"]]
+                self._over.add(row["id"])
+        return found
+
+    def finish(self) -> None:
+        """Print lines that no newline has ended."""
+        for reader in self._readers.values():
+            reader.finish()
+
+    def _reader(self, row: Job) -> LogReader:
+        ranks = range(min(int(row["ranks"]), MAX_FOLLOWED))
+        return LogReader(
+            self._client, row["id"], ranks, prefix=True, colour=self._colour, tail=self._tail, first_generation=1,
+            element=str(row["array_index"]),
+        )  # fmt: skip
+
+
 def attach(client: Client, job: Job, waiter: Waiter, progress: Progress, *, colour: bool) -> Job:
     """Wait for a job and print what its ranks print; return it when it is over."""
+    if job.get("elements"):
+        return follow_elements(ArrayReader(client, job["id"], colour=colour), waiter, progress)
     ranks = int(job["ranks"])
     shown = range(min(ranks, MAX_FOLLOWED))
     if ranks > MAX_FOLLOWED:
@@ -285,6 +335,21 @@ def attach(client: Client, job: Job, waiter: Waiter, progress: Progress, *, colo
 
     over = waiter.wait(meanwhile)
     drain(reader, over)
+    return over
+
+
+def follow_elements(reader: ArrayReader, waiter: Waiter, progress: Progress) -> Job:
+    """Wait for an array and print what its elements print; return it when it is over."""
+
+    def meanwhile(now: Job) -> bool:
+        progress.clear()
+        return now["state"] != "queued" and reader.read()
+
+    over = waiter.wait(meanwhile)
+    deadline = time.monotonic() + DRAIN_S
+    while reader.read() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    reader.finish()
     return over
 
 

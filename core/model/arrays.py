@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final
 
 from gangline.core.model.spec import ArraySpec
@@ -47,7 +48,7 @@ def parse_array(text: str) -> ArraySpec:
         last -= (last - first) % step
         ranges.append((first, last, 1 if first == last else step))
     ranges.sort()
-    for one, next_one in zip(ranges, ranges[1:], strict=False):
+    for one, next_one in pairwise(ranges):
         if next_one[0] <= one[1]:
             raise ValueError(f"{_range_text(one)} and {_range_text(next_one)} overlap; write ranges that do not reach into each other")
     spec = ArraySpec(tuple(ranges), int(limit) if found else 0)

@@ -57,7 +57,6 @@ def set_conditions(job: Job, at_ms: int) -> None:
     job.held_reason = "submitted on hold" if spec.hold else ""
     job.begin_at_ms = spec.begin_at_ms or (at_ms + int(spec.begin_after_s * 1000) if spec.begin_after_s else 0)
     job.deadline_ms = spec.deadline_ms or (at_ms + int(spec.deadline_after_s * 1000) if spec.deadline_after_s else 0)
-    job.cleared_ms = at_ms
 
 
 # ---------------------------------------------------------------- dependencies
@@ -187,12 +186,12 @@ def elements_queued(state: State, e: ev.ElementsQueued, index: int, epoch: int, 
     positions: list[int] = []
     coming = indices_from(spec, position)
     for wanted in e.indices:
-        for found in coming:
+        found = -1
+        for candidate in coming:
             position += 1
             if not has_position(elements.cancelled, position - 1):
+                found = candidate
                 break
-        else:
-            found = -1
         if found != wanted:
             raise IllegalTransition(e, f"{e.job}.{wanted} is not the next element")
         positions.append(position - 1)
@@ -202,7 +201,7 @@ def elements_queued(state: State, e: ev.ElementsQueued, index: int, epoch: int, 
         job = Job(
             id=element_id(array.id, number), spec=array.spec, number=array.number, submitted_at_ms=array.submitted_at_ms, submitted_index=index,
             user=array.user, trace_id=array.trace_id, since_ms=at_ms, index=index, array=array.id, array_index=number, position=place,
-            deadline_ms=array.deadline_ms, cleared_ms=at_ms,
+            deadline_ms=array.deadline_ms,
         )  # fmt: skip
         state.jobs[job.id] = job
         elements.live[job.id] = None

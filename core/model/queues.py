@@ -68,13 +68,13 @@ class QueueSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     preempt_min_runtime_s: float | None = None
     #: age at which past usage counts half against the queue; 0: the past does not count; None: as the parent, at the top 0
     usage_half_life_s: float | None = None
-    #: points of priority that a job gains for each hour of waiting, and how many it gains at most; None: as the parent, at the top 0 and 10
-    ageing_per_hour: float | None = None
-    ageing_most: int | None = None
     #: users of this queue take turns, each as far as the others have come
     user_fairness: bool = False
     #: hold: accepts jobs and starts none. drain: accepts none, and those that it has run out. Holds for all queues below
     state: QueueState = "open"
+    #: points of priority that a job gains for each hour of waiting, and how many it gains at most; None: as the parent, at the top 0 and 10
+    ageing_per_hour: float | None = None
+    ageing_most: int | None = None
 
     @property
     def name(self) -> str:

@@ -67,7 +67,7 @@ class Queue:
         self.waiting: Vector = ZERO
         #: jobs of this leaf with ranks that work or have a reservation; kept by World, in no order that means anything
         self.working: dict[Job, None] = {}
-        #: those of them that can be preempted, by priority; no priority is in it without jobs
+        #: those of them that can be preempted, by priority with what their waiting has added; no priority is in it without jobs
         self.yielding: dict[int, dict[Job, None]] = {}
         #: what it has held on average in the past, as parts of what the cluster had then; None: the past does not count
         self.usage: tuple[float, float, float] | None = None

@@ -17,7 +17,7 @@ from gangline.core.model.codec import digest, encode_event, encode_frame
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import apply, seal
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
-from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import state_digest
 from gangline.core.model.topologies import Topology
@@ -172,6 +172,19 @@ def record() -> list[bytes]:
         ev.QueuesDeclared(queues=_queues(), topologies=(Topology("default", ("zone", "rack")), Topology("ib", ("rack", "nvlink"))), by="root")
     )
     r.frame(ev.JobSubmitted(job="near", spec=near))
+    sweep = JobSpec(
+        command=("true",), name="sweep", array=ArraySpec(((0, 4, 2), (9, 9, 1)), at_most=2), depends_on=(Dependency("near", "after_any"),),
+        hold=True, begin_after_s=2.0, deadline_after_s=86_400.0,
+    )  # fmt: skip
+    r.frame(ev.JobSubmitted(job="sweep", spec=sweep, user="ada"))
+    r.frame(ev.GangFinished(job="near", outcome="cancelled", cause="stopped", message="stopped by ada"))
+    r.frame(ev.JobReleased(job="sweep", by="ada"), ev.ElementsQueued(job="sweep", indices=(0, 2)))
+    r.frame(ev.JobHeld(job="sweep.2", by="ada", reason="looks wrong"), ev.JobStopRequested(job="sweep.4", by="ada"))
+    r.frame(ev.GangPlaced(job="sweep.0", generation=1, parts=(ev.PlacedPart("n1", (ev.PlacedRank(0, ()),)),)))
+    r.frame(ev.RanksStarted(job="sweep.0", generation=1, node="n1", ranks=(0,)))
+    r.frame(ev.RanksExited(job="sweep.0", node="n1", exits=(ev.RankExit(0, 1, 0),)))
+    r.frame(ev.GangFinished(job="sweep.0", outcome="succeeded", cause="completed", message="all 1 ranks ended with status 0"))
+    r.frame(ev.JobHeld(job="sweep", by="root", reason="the file system is full", requeue=True))
     return r.frames
 
 

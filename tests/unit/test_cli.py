@@ -26,8 +26,9 @@ from gangline.core.client.commands import events as events_command
 from gangline.core.client.commands import nodes as nodes_command
 from gangline.core.client.commands import run as run_command
 from gangline.core.client.commands.read import runs
+from gangline.core.client.fieldoptions import put
 from gangline.core.model.jobfile import parse_json_spec
-from gangline.core.model.spec import Resources, TopologyRequest
+from gangline.core.model.spec import ArraySpec, Dependency, Resources, TopologyRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -427,7 +428,8 @@ def test_every_field_of_run_is_one_of_the_job_file() -> None:
     values = {"int": "8", "ints": ("8",), "number": "2", "duration": "60"}
     texts = {"name": "a", "queue": "q", "memory": "1GiB", "workdir": "/a", "checkpoint-path": "/a", "on-rank-failure": "gang",
              "fail-signal": ("SIGABRT",), "on-node-failure": "fail", "preemption-signal": "SIGINT", "on-disconnect": "keep",
-             "gpu-model": ("H100",), "topology-required": "rack", "topology-preferred": "nvlink", "topology-name": "ib"}  # fmt: skip
+             "gpu-model": ("H100",), "topology-required": "rack", "topology-preferred": "nvlink", "topology-name": "ib",
+             "array": "0-9%2", "depends-on": ("prep", "after_any:j7"), "begin": "1h", "deadline": "2099-01-01T00:00:00Z"}  # fmt: skip
     texts |= {"gpu-share": "0.5", "gpu-memory": "20GiB", "mig": "1g.10gb"}
     ways = {("gpus",): Resources(8), ("gpu-share",): Resources(gpu_share_milli=500), ("gpu-memory",): Resources(gpu_memory_mib=20_480),
             ("mig", "mig-count"): Resources(mig="1g.10gb", mig_count=8)}  # fmt: skip
@@ -435,7 +437,11 @@ def test_every_field_of_run_is_one_of_the_job_file() -> None:
         others = {name for other in ways if other != way for name in other}
         given = {name.replace("-", "_"): texts.get(name) or values[kind] for name, (_, kind, _) in run_command.FIELDS.items()}
         given |= {name.replace("-", "_"): None for name in others}
-        spec = parse_json_spec(run_command._words(given, ("a",), None, ()))
+        words: dict[str, Any] = {"command": ["a"]}
+        assert put(words, given, run_command.FIELDS)
+        spec = parse_json_spec(words)
+        assert (spec.array, spec.begin_after_s) == (ArraySpec(((0, 9, 1),), 2), 3600.0)
+        assert spec.depends_on == (Dependency("prep"), Dependency("j7", "after_any"))
         assert spec.restart.fail_exit_codes == (8,)
         assert spec.resources == msgspec.structs.replace(resources, gpu_models=("H100",), cpus_milli=2000, memory_mib=1024)
         assert spec.topology == TopologyRequest("rack", "nvlink", "ib")

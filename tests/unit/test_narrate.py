@@ -5,7 +5,7 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import PlacedPart, PlacedRank, RankExit
 from gangline.core.model.narrate import JobStory, concerns, duration, exit_words, numbers, sentence
 from gangline.core.model.queues import QueueSpec
-from gangline.core.model.spec import Gang, JobSpec, Resources
+from gangline.core.model.spec import ArraySpec, Dependency, Gang, JobSpec, Resources
 
 
 def part(node: str, first: int, count: int) -> PlacedPart:
@@ -28,6 +28,18 @@ EXAMPLES: list[tuple[ev.LogEvent, str]] = [
         ev.JobSubmitted(job="j1", spec=SPEC, user="ann"),
         "submitted as llama to queue research: 16 ranks (at least 8) of 1 GPU, priority 50 (by ann)",
     ),
+    (
+        ev.JobSubmitted(
+            job="j1",
+            spec=JobSpec(("x",), array=ArraySpec(((0, 9, 1),), 2), depends_on=(Dependency("j0"), Dependency("j2", "after_any")), hold=True),
+        ),
+        "submitted to queue default as array 0-9%2, each: 1 rank, priority 50, after_ok of j0 and after_any of j2, on hold",
+    ),
+    (ev.JobHeld(job="j1", by="ann", reason="wait for data"), "held: it is not started before it is released: wait for data (by ann)"),
+    (ev.JobHeld(job="j1", requeue=True), "held, and asked to leave where it runs"),
+    (ev.JobReleased(job="j1", by="ann"), "released: it may be started (by ann)"),
+    (ev.ElementsQueued(job="j1", indices=(3,)), "element 3 of the array queued"),
+    (ev.ElementsQueued(job="j1", indices=(0, 1, 2, 7)), "elements 0-2, 7 of the array queued"),
     (ev.JobStopRequested(job="j1", by="ann", reason="wrong data"), "stop requested: wrong data (by ann)"),
     (
         ev.GangPlaced(job="j1", generation=2, parts=(part("n1", 0, 8), part("n2", 8, 8))),

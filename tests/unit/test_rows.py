@@ -73,6 +73,10 @@ def test_a_waiting_job() -> None:
         "started_at_ms": None,
         "ended_at_ms": None,
         "reason": "needs 4 GPUs, 0 are free",
+        "array": None,
+        "array_index": None,
+        "elements": None,
+        "held": False,
     }
     whole = plain(whole_job(state.jobs["j1"]))
     assert whole["deferred"] == {"code": "gpus", "message": "needs 4 GPUs, 0 are free", "need": {"gpus": 4}, "have": {"gpus": 0}}

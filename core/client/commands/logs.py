@@ -7,10 +7,11 @@ import sys
 import click
 
 from gangline.core.client import exits
+from gangline.core.client.api import Client
 from gangline.core.client.options import client_of, job_argument, user_of
 from gangline.core.client.output import colours
 from gangline.core.client.progress import Progress
-from gangline.core.client.watch import MAX_FOLLOWED, LogReader, Waiter, detached, drain, fate, resolve
+from gangline.core.client.watch import MAX_FOLLOWED, ArrayReader, Job, LogReader, Waiter, detached, drain, fate, follow_elements, resolve
 
 
 @click.command()
@@ -25,6 +26,8 @@ def logs(ctx: click.Context, job: str, follow: bool, chosen: str, generation: in
     """Print what the ranks of JOB print: merged while following, one rank after the other without -f."""
     client = client_of(ctx)
     found = client.job(resolve(client, job, user_of(ctx))).body
+    if found.get("elements"):
+        return _array_logs(client, found, follow, tail, bool(chosen or generation))
     ranks = parse_ranks(chosen, int(found["ranks"])) if chosen else list(range(int(found["ranks"])))
     if follow and len(ranks) > MAX_FOLLOWED:
         click.echo(f"gangline: following ranks 0 to {MAX_FOLLOWED - 1} of {found['ranks']}; --rank chooses others", err=True)
@@ -45,6 +48,24 @@ def logs(ctx: click.Context, job: str, follow: bool, chosen: str, generation: in
     try:
         over = Waiter(client, found["id"], progress=progress).wait(meanwhile)
         drain(reader, over)
+    except KeyboardInterrupt:
+        raise detached([found["id"]]) from None
+    click.echo(f"gangline: {fate(over)}", err=True)
+    return exits.DONE
+
+
+def _array_logs(client: Client, found: Job, follow: bool, tail: int, chosen: bool) -> int:
+    """Print what the elements of an array print."""
+    if chosen:
+        raise click.UsageError(f"{found['id']} is an array: --rank and --generation choose from one element, as {found['id']}.INDEX.")
+    reader = ArrayReader(client, found["id"], colour=colours(sys.stdout), tail=tail)
+    if not follow:
+        if not reader.read(newest=True):
+            click.echo(f"gangline: nothing is printed yet: {fate(found)}", err=True)
+        return exits.DONE
+    progress = Progress()
+    try:
+        over = follow_elements(reader, Waiter(client, found["id"], progress=progress), progress)
     except KeyboardInterrupt:
         raise detached([found["id"]]) from None
     click.echo(f"gangline: {fate(over)}", err=True)

@@ -82,6 +82,8 @@ PS_WIDE: tuple[Column, ...] = (
 @click.option("--queue", default=None, help="Jobs of this queue.")
 @click.option("--user", default=None, help="Jobs of this user.")
 @click.option("--name", default=None, help="Jobs of this name.")
+@click.option("--elements", is_flag=True, help="Elements of arrays too: those that are live, and the last that have ended.")
+@click.option("--array", default=None, metavar="JOB", help="Elements of this array.")
 @click.option("--limit", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Most rows to print.")
 @output_options
 @click.pass_context
@@ -93,12 +95,16 @@ def ps(
     queue: str | None,
     user: str | None,
     name: str | None,
+    elements: bool,
+    array: str | None,
     limit: int,
     out: Output,
 ) -> None:
     """List jobs, newest first; without -a those that have not ended."""
-    wanted = state or (None if everything or name else ACTIVE)
-    rows, more = client_of(ctx).jobs(limit, state=wanted, queue=queue, user=user_of(ctx) if mine else user, name=name)
+    wanted = state or (None if everything or name or array else ACTIVE)
+    client, shown = client_of(ctx), "1" if elements else None
+    array = resolve(client, array, user_of(ctx)) if array else None
+    rows, more = client.jobs(limit, state=wanted, queue=queue, user=user_of(ctx) if mine else user, name=name, array=array, elements=shown)
     out.rows(rows, PS, PS_WIDE, "jobs")
     if out.for_people and not rows:
         hint = "" if everything else "; `gangline ps -a` lists those that have ended"
@@ -135,7 +141,16 @@ def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
     if job["state"] == "queued" and reason(job):
         deferred = job.get("deferred") or {}
         facts.append(("waits", f"{reason(job)} [{cell(deferred.get('code'))}]"))
+    if job.get("elements"):
+        facts += [("elements", cell(job.get("reason"))), ("indices", _indices(job["elements"]))]
+    if job.get("array"):
+        facts.append(("array", f"element {job['array_index']} of {cell(job['array'])}"))
+    facts += [(cell(each["when"]), cell(each["job"])) for each in job.get("waits_for") or ()]
+    if job.get("held"):
+        facts.append(("held", f"by {cell(job.get('held_by'))}"))
     facts += [
+        ("begin", clock(job.get("begin_at_ms"))),
+        ("deadline", clock(job.get("deadline_ms"))),
         ("gang", f"{job.get('ranks')} ranks, {job.get('gpus')} GPUs, generation {job.get('generation')}, {job.get('restarts', 0)} restarts"),
         ("queue", f"{cell(job.get('queue'))}, priority {cell(job.get('priority'))}, user {cell(job.get('user'))}"),
         ("submitted", clock(job.get("submitted_at_ms"))),
@@ -155,6 +170,11 @@ def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
     if job.get("master"):
         facts.append(("rendezvous", cell(job["master"])))
     return [(word, value) for word, value in facts if value != "-"]
+
+
+def _indices(elements: Row) -> str:
+    failed = f"; failed: {cell(elements['failed_indices'])}" if elements.get("failed_indices") else ""
+    return f"{cell(elements['indices'])}{failed}"
 
 
 def _ranks(part: Row) -> str:

@@ -10,11 +10,12 @@ import click
 from gangline.core.client import exits
 from gangline.core.client.api import new_key
 from gangline.core.client.commands.submit import announce, send
+from gangline.core.client.fieldoptions import WHEN, as_options, field_options, put
 from gangline.core.client.options import client_of, output_options, timeout_option
 from gangline.core.client.output import Output, clean, colours
 from gangline.core.client.watch import follow_to_end
 from gangline.core.model.jobfile import parse_json_spec, to_json
-from gangline.core.model.problems import BadJob, Problem
+from gangline.core.model.problems import BadJob
 
 #: option → (place in the job file, what kind of value it takes, help)
 FIELDS: dict[str, tuple[str, str, str]] = {
@@ -51,18 +52,14 @@ FIELDS: dict[str, tuple[str, str, str]] = {
     "preemption-signal": ("/preemption/signal", "text", "Signal that asks ranks to stop."),
     "grace": ("/preemption/grace", "duration", "Time they are given."),
     "on-disconnect": ("/on_disconnect", "text", "stop or keep."),
+    **WHEN,
 }
 
 
-def _options(command: Any) -> Any:
-    for name, (_, kind, text) in reversed(FIELDS.items()):
-        command = click.option(f"--{name}", default=None, multiple=kind in ("list", "ints"), metavar="VALUE", help=text)(command)
-    return command
-
-
 @click.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})
-@_options
+@field_options(FIELDS)
 @click.option("--preemptible/--not-preemptible", default=None, help="Whether the job may be asked to make room.")
+@click.option("--hold", is_flag=True, default=None, help="Do not start the job before it is released.")
 @click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Variable for the ranks; without a value it is taken from here.")
 @click.option("-d", "--detach", is_flag=True, help="Submit and return at once.")
 @click.option("--propagate", is_flag=True, help="Exit with the job's own exit code when it failed.")
@@ -77,6 +74,7 @@ def run(
     /,
     command: tuple[str, ...],
     preemptible: bool | None,
+    hold: bool | None,
     env: tuple[str, ...],
     detach: bool,
     propagate: bool,
@@ -87,11 +85,12 @@ def run(
     **given: Any,
 ) -> int:
     """Run COMMAND as a gang, print what its ranks print, and end as it ends. Ctrl-C detaches; the job goes on."""
-    words = _words(given, command, preemptible, env)
+    words = {"command": list(command), "preemptible": preemptible, "hold": hold, "env": dict(_variable(item) for item in env)}
+    put(words, given, FIELDS)
     try:
         spec = parse_json_spec(words)
     except BadJob as bad:
-        raise _as_options(bad) from None
+        raise as_options(bad, FIELDS) from None
     if dry_run:
         if not out.one(to_json(spec), "name"):
             Output("yaml").one(to_json(spec))
@@ -106,33 +105,6 @@ def run(
     return follow_to_end(client, accepted[0]["job"], timeout_s=timeout, propagate=propagate, colour=colours(sys.stdout))
 
 
-def _words(given: dict[str, Any], command: tuple[str, ...], preemptible: bool | None, env: tuple[str, ...]) -> dict[str, Any]:
-    """Return the options as a job file would have them."""
-    job: dict[str, Any] = {"command": list(command), "preemptible": preemptible, "env": dict(_variable(item) for item in env)}
-    for name, (pointer, kind, _) in FIELDS.items():
-        value = given[name.replace("-", "_")]
-        if value is None or value == ():
-            continue
-        at = job
-        *parents, last = pointer[1:].split("/")
-        for parent in parents:
-            at = at.setdefault(parent, {})
-        at[last] = [_typed(item, kind) for item in value] if isinstance(value, tuple) else _typed(value, kind)
-    return job
-
-
-def _typed(text: str, kind: str) -> Any:
-    """Return an option's text as the type that the field takes, or as it is, to be refused with the field's own words."""
-    if kind in ("int", "ints", "duration") and text.lstrip("-").isdecimal() and len(text) <= 18:
-        return int(text)
-    if kind == "number":
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    return text
-
-
 def _variable(item: str) -> tuple[str, str]:
     import os
 
@@ -142,16 +114,3 @@ def _variable(item: str) -> tuple[str, str]:
     if name not in os.environ:
         raise click.UsageError(f"--env {clean(name)}: there is no such variable here; write --env {clean(name)}=VALUE.")
     return name, os.environ[name]
-
-
-def _as_options(bad: BadJob) -> BadJob:
-    """Return the problems with the options that they come from in the place of fields."""
-    options = {pointer: f"--{name}" for name, (pointer, _, _) in FIELDS.items()}
-
-    def renamed(problem: Problem) -> Problem:
-        name = options.get(problem.pointer) or options.get(problem.pointer.rpartition("/")[0])
-        if name is None and problem.pointer.startswith("/env/"):
-            name = f"--env {problem.pointer.removeprefix('/env/')}"
-        return Problem(name or problem.pointer, problem.message, problem.code, problem.nearest)
-
-    return BadJob([renamed(problem) for problem in bad.problems])

@@ -11,6 +11,7 @@ import msgspec
 
 from gangline.core.client import exits
 from gangline.core.client.api import Client, new_key
+from gangline.core.client.fieldoptions import WHEN, as_options, field_options, put
 from gangline.core.client.options import client_of, output_options, timeout_option
 from gangline.core.client.output import Output, clean
 from gangline.core.client.watch import label, reason, wait_for
@@ -28,6 +29,8 @@ FIRST_DECISION_S = 1.0
 @click.option("-d", "--detach", is_flag=True, help="Return at once, even with --wait in an alias.")
 @click.option("--propagate", is_flag=True, help="With --wait: exit with the job's own exit code when it failed.")
 @click.option("--workdir", default="", metavar="DIR", help="Working directory of jobs whose file names none.")
+@field_options(WHEN)
+@click.option("--hold", is_flag=True, help="Do not start the jobs before they are released.")
 @click.option("--dry-run", is_flag=True, help="Check the files and print the jobs as they would be sent; send nothing.")
 @click.option("--idempotency-key", default="", metavar="KEY", help="Submitting twice with one key makes one job.")
 @timeout_option
@@ -35,18 +38,21 @@ FIRST_DECISION_S = 1.0
 @click.pass_context
 def submit(
     ctx: click.Context,
+    /,
     files: tuple[str, ...],
     wait: bool,
     detach: bool,
     propagate: bool,
     workdir: str,
+    hold: bool,
     dry_run: bool,
     idempotency_key: str,
     timeout: float,
     out: Output,
+    **given: Any,
 ) -> int:
     """Submit the jobs of FILEs (`-` is standard input). A file with several YAML documents holds several jobs."""
-    specs = read_files(files)
+    specs = [_changed(spec, given, hold) for spec in read_files(files)]
     if workdir:
         where = str(Path(workdir).absolute())
         specs = [spec if spec.workdir else msgspec.structs.replace(spec, workdir=where) for spec in specs]
@@ -58,6 +64,17 @@ def submit(
     if not wait or detach or code:
         return code
     return wait_for(client, [row["job"] for row in accepted], timeout_s=timeout, propagate=propagate, quiet=out.quiet)
+
+
+def _changed(spec: JobSpec, given: dict[str, Any], hold: bool) -> JobSpec:
+    """Return the job as the options change it. Raises BadJob that names the options."""
+    words: dict[str, Any] = {"hold": True} if hold else {}
+    if not put(words, given, WHEN) and not hold:
+        return spec
+    try:
+        return parse_json_spec({**to_json(spec), **words})
+    except BadJob as bad:
+        raise as_options(bad, WHEN) from None
 
 
 def read_files(files: tuple[str, ...]) -> list[JobSpec]:
@@ -120,7 +137,7 @@ def first_decision(client: Client, job_id: str) -> dict[str, Any]:
     deadline = time.monotonic() + FIRST_DECISION_S
     while True:
         job: dict[str, Any] = client.job(job_id).body
-        if job["state"] != "queued" or job.get("deferred") or time.monotonic() > deadline:
+        if job["state"] != "queued" or job.get("deferred") or job.get("elements") or time.monotonic() > deadline:
             return job
         time.sleep(0.05)
 
