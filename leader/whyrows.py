@@ -123,7 +123,7 @@ def why_row(state: State, job: Job, now_ms: int, witness_at_ms: int | None, reco
         since_ms=job.since_ms,
         message=_message(job, now_ms),
         witness=_witness(deferral, witness_at_ms) if deferral is not None else None,
-        order=order_row(state, job, now_ms) if waits else None,
+        order=order_row(state, job, now_ms) if job.state == "queued" and job.id in state.jobs else None,
         holders=_holders(state, job, now_ms, deferral) if waits and (deferral is None or deferral.code not in _OF_ITSELF) else None,
         would_change=_would_change(job, deferral, never),
         impossible=never or None,
@@ -170,7 +170,7 @@ def when_row(state: State, job: Job, now_ms: int) -> WhenRow:
         at_ms=found.at_ms,
         in_s=None if found.at_ms is None else max(0.0, (found.at_ms - now_ms) / 1000),
         basis=found.basis,
-        order=order_row(state, job, now_ms) if waits else None,
+        order=order_row(state, job, now_ms) if job.state == "queued" and job.id in state.jobs else None,
         gpus_without_limit=found.gpus_without_limit if waits else None,
         started_at_ms=job.started_at_ms or None,
     )

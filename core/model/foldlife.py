@@ -124,12 +124,18 @@ def _settle(state: State, job: Job, waited_for: str, at_ms: int) -> None:
         wanted = {"after_ok": "to succeed", "after_not_ok": "not to succeed"}.get(condition, "to start")
         outcome = how_far(state, waited_for)[0]
         how = "ended without having started" if condition == "after_start" else f"was {outcome}" if outcome == "cancelled" else f"has {outcome}"
-        job.dependency_failed = f"it depends on {waited_for} {wanted}, which {how}"
+        job.dependency_failed = f"it waited for {called(state, waited_for)} {wanted}, and that {how}"
     else:
         return
     state.scratch.moved[job.id] = None
     state.scratch.jobs[job.id] = None
     state.scratch.queue_dirty = True
+
+
+def called(state: State, job_id: str) -> str:
+    """Return what to call a job to people who may know it by its name or by its id."""
+    job = state.jobs.get(job_id)
+    return f"{job.spec.name} ({job_id})" if job is not None and job.spec.name else job_id
 
 
 def _take_out(state: State, job: Job, waited_for: str) -> None:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from gangline.core.model import events as ev
 from gangline.core.model.arrays import has_position, indices_from, indices_text, size
+from gangline.core.model.foldlife import called
 from gangline.core.model.state import Elements, Job, State
 from gangline.core.policy.refusals import Refusal
 
@@ -28,7 +29,7 @@ _WANTED = {"after_ok": "to succeed", "after_any": "to end", "after_not_ok": "to 
 def gate(state: State, job: Job, now_ms: int) -> Refusal | None:
     """Return why a job does not take part yet, None when it does; an element is bound by what is said of its array, too."""
     if job.waits_for:
-        named = [f"{_called(state, other)} {_WANTED[when]}" for other, when in list(job.waits_for.items())[:_NAMED]]
+        named = [f"{called(state, other)} {_WANTED[when]}" for other, when in list(job.waits_for.items())[:_NAMED]]
         more = f" and {len(job.waits_for) - _NAMED} more" if len(job.waits_for) > _NAMED else ""
         return Refusal("dependency", f"waits for {', for '.join(named)}{more}")
     for held in (job, state.jobs.get(job.array)):
@@ -137,7 +138,3 @@ def utc(at_ms: int) -> str:
     """Return a time as RFC 3339 in UTC, to the second."""
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
-
-def _called(state: State, job_id: str) -> str:
-    job = state.jobs.get(job_id)
-    return f"{job.spec.name} ({job_id})" if job is not None and job.spec.name else job_id

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gangline.core.model import events as ev
+from gangline.core.model.arrays import indices_from, parse_array
 from gangline.core.model.codec import encode_event, encode_frame
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import IllegalTransition, apply, seal
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
-from gangline.core.model.spec import Gang, JobSpec, Resources
+from gangline.core.model.spec import Dependency, Gang, JobSpec, Resources
 from gangline.core.model.state import Job, State
 
 # Modules that several tests share lie beside this file: it is no package.
@@ -96,12 +98,26 @@ def declaration(rng: random.Random) -> ev.QueuesDeclared:
     return ev.QueuesDeclared(queues=rng.choice(trees), by="ann")
 
 
+def conditional(state: State, rng: random.Random) -> JobSpec:
+    """Return a job that is an array, or waits for others, or for its time."""
+    known = rng.sample(list(state.jobs), min(2, len(state.jobs)))
+    known += [f"{job}.{rng.randrange(4)}" for job in known if state.jobs[job].elements is not None]
+    conditions = ["after_ok", "after_any", "after_not_ok", "after_start"]
+    return msgspec.structs.replace(
+        spec(1, rng.randint(0, 1)), array=rng.choice([None, parse_array("0-3"), parse_array("0-6:2%2")]),
+        depends_on=tuple(Dependency(job, rng.choice(conditions)) for job in known), hold=rng.random() < 0.2,
+        begin_after_s=rng.choice([0.0, 5.0]), deadline_after_s=rng.choice([0.0, 60.0]),
+    )  # fmt: skip
+
+
 def proposals(state: State, rng: random.Random, number: int) -> Iterator[ev.LogEvent]:
     """Yield events that could come next in this state; some of them are illegal in it."""
     if rng.random() < 0.1:
         yield ev.NodeJoined(registration=registration(f"n{rng.randrange(6)}", rng.choice([2, 4, 8])))
     if rng.random() < 0.3:
         yield ev.JobSubmitted(job=f"j{number}", spec=spec(rng.randint(1, 6), rng.randint(0, 2)), idempotency_key=f"k{number % 50}")
+    if rng.random() < 0.15:
+        yield ev.JobSubmitted(job=f"x{number}", spec=conditional(state, rng), user=rng.choice(["", "ada"]))
     nodes = list(state.nodes)
     if nodes and rng.random() < 0.1:
         node = rng.choice(nodes)
@@ -122,6 +138,15 @@ def proposals(state: State, rng: random.Random, number: int) -> Iterator[ev.LogE
 
 def _proposals_for(state: State, job: Job, rng: random.Random) -> Iterator[ev.LogEvent]:
     j, g = job.id, job.generation
+    if rng.random() < 0.1:
+        yield rng.choice([ev.JobHeld(job=j, by="ada", reason="r", requeue=rng.random() < 0.5), ev.JobReleased(job=j)])
+    if job.elements is not None and job.spec.array is not None:
+        coming = [i for i in indices_from(job.spec.array, job.elements.opened) if not rng.random() < 0.1]
+        yield ev.ElementsQueued(job=j, indices=tuple(coming[: rng.randint(1, 3)]))
+        yield ev.JobStopRequested(job=f"{j}.{rng.randrange(7)}") if rng.random() < 0.2 else ev.GangsDeferred(jobs=(j,), code="held", message="m")
+        if rng.random() < 0.2:
+            yield ev.GangFinished(job=j, outcome=rng.choice(["succeeded", "failed", "cancelled"]), cause="completed", message="m")
+        return
     if job.state in ("queued", "restarting"):
         placed = placement(state, job, rng)
         yield placed or ev.GangsDeferred(jobs=(j,), code="gpus", message="too few devices", need={"gpus": 4}, have={"gpus": 0})

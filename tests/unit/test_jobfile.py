@@ -12,7 +12,7 @@ from gangline.core.model import jobfile
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec, parse_yaml, to_json
 from gangline.core.model.jobresources import RESOURCES
 from gangline.core.model.problems import BadJob, Problem
-from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 
 DESIGN_EXAMPLE = """
 name: llama-pretrain
@@ -414,3 +414,51 @@ def test_manual_has_every_field_and_its_examples_are_jobs() -> None:
     fields |= {f"{section}.{name}" for section, names in nested.items() for name in names}
     fields |= {f"restart.{name}" for name in jobfile._RESTART if name not in ("backoff", "exit_codes", "signals")}
     assert listed == fields | {"restart.backoff.initial", "restart.backoff.max", "restart.exit_codes.fail", "restart.signals.fail"}
+
+
+# ---------------------------------------------------------------- when a job takes part
+
+
+def test_when_a_job_takes_part() -> None:
+    spec = parse_json_spec({
+        "command": ["x"], "array": "0-9%2", "depends_on": ["prep", "after_any:sweep.3"], "hold": True, "begin": "90m",
+        "deadline": "2030-06-01T12:00:00.250+02:00",
+    })  # fmt: skip
+    assert spec.array == ArraySpec(((0, 9, 1),), 2)
+    assert spec.depends_on == (Dependency("prep"), Dependency("sweep.3", "after_any"))
+    assert (spec.hold, spec.begin_at_ms, spec.begin_after_s) == (True, 0, 5400.0)
+    assert (spec.deadline_ms, spec.deadline_after_s) == (1_906_538_400_250, 0.0)
+    words = to_json(spec)
+    assert words["deadline"] == "2030-06-01T10:00:00.250Z"
+    assert parse_json_spec(words) == spec
+
+
+def test_arrays_that_are_none() -> None:
+    assert only(refused(array=10), "/array", "GL-1102").nearest == '"0-9"'
+    only(refused(array=[1]), "/array", "GL-1102")
+    only(refused(array="9-1"), "/array", "GL-1105")
+    assert parse_json_spec({"command": ["x"], "array": ""}).array is None
+
+
+def test_dependencies_that_are_none() -> None:
+    assert only(refused(depends_on=["afterok:prep"]), "/depends_on/0", "GL-1106").nearest == "after_ok:prep"
+    assert only(refused(depends_on=["after_okay:prep"]), "/depends_on/0", "GL-1106").nearest == "after_ok:prep"
+    only(refused(depends_on=["prep", "after_any:prep"]), "/depends_on/1", "GL-1108")
+    only(refused(depends_on=["Not A Job"]), "/depends_on/0", "GL-1105")
+    only(refused(depends_on=[3]), "/depends_on/0", "GL-1102")
+    only(refused(depends_on=[f"j{i}" for i in range(101)]), "/depends_on", "GL-1110")
+    assert parse_json_spec({"command": ["x"], "depends_on": "prep"}).depends_on == (Dependency("prep"),)
+
+
+def test_times_that_are_none() -> None:
+    assert only(refused(begin="2030-06-01T12:00:00"), "/begin", "GL-1105").nearest == "2030-06-01T12:00:00Z"
+    only(refused(begin="2030-06-01"), "/begin", "GL-1105")
+    only(refused(begin="2030-13-01T12:00:00Z"), "/begin", "GL-1105")
+    only(refused(begin="9999-12-31T23:59:59-23:59"), "/begin", "GL-1104")
+    only(refused(begin="tomorrow"), "/begin", "GL-1105")
+    only(refused(begin="400d"), "/begin", "GL-1104")
+    only(refused(begin=True), "/begin", "GL-1102")
+    assert "RFC 3339" in only(refused_yaml("command: [x]\nbegin: 2030-06-01T12:00:00Z"), "/begin", "GL-1102").message
+    only(refused(begin="2h", deadline="1h"), "/deadline", "GL-1108")
+    only(refused(begin="1h", deadline="2h", time_limit="90m"), "/deadline", "GL-1108")
+    only(refused(begin="2030-06-01T12:00:00Z", deadline="2030-06-01T12:00:00Z"), "/deadline", "GL-1108")

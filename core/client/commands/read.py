@@ -142,7 +142,7 @@ def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
         deferred = job.get("deferred") or {}
         facts.append(("waits", f"{reason(job)} [{cell(deferred.get('code'))}]"))
     if job.get("elements"):
-        facts += [("elements", cell(job.get("reason"))), ("indices", _indices(job["elements"]))]
+        facts += [("elements", _counts(job["elements"])), ("indices", _indices(job["elements"]))]
     if job.get("array"):
         facts.append(("array", f"element {job['array_index']} of {cell(job['array'])}"))
     facts += [(cell(each["when"]), cell(each["job"])) for each in job.get("waits_for") or ()]
@@ -170,6 +170,13 @@ def _facts(job: dict[str, Any]) -> list[tuple[str, str]]:
     if job.get("master"):
         facts.append(("rendezvous", cell(job["master"])))
     return [(word, value) for word, value in facts if value != "-"]
+
+
+def _counts(elements: Row) -> str:
+    words = ("active", "queued", "to_come", "succeeded", "failed", "cancelled")
+    counts = ", ".join(f"{elements[word]} {word.replace('_', ' ')}" for word in words if elements[word])
+    limit = f"; at most {elements['at_most']} at once" if elements.get("at_most") else ""
+    return f"{elements['total']}: {counts}{limit}"
 
 
 def _indices(elements: Row) -> str:

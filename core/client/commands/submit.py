@@ -117,7 +117,7 @@ def announce(client: Client, accepted: list[dict[str, Any]], out: Output) -> Non
     if out.for_people and not out.fields:
         for row in accepted:
             job = first_decision(client, row["job"]) if len(accepted) <= 10 else {**row, "id": row["job"]}
-            why = reason(job) if job["state"] == "queued" else ""
+            why = reason(job) if job["state"] in ("queued", "finished") else ""
             click.echo(f"{label(job)} {job['state']}{f': {why}' if why else ''}")
         if len(accepted) == 1 and sys.stderr.isatty():
             job_id = accepted[0]["job"]
