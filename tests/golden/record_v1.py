@@ -1,7 +1,7 @@
 """Writes the golden log of frame schema 1 with every event in version 1: `python tests/golden/record_v1.py`.
 
-A recorded log stands for clusters that run. So it is recorded once: when an event changes, its new version goes into a new golden log
-(record_v2.py), this one stays as it is and must still fold. `--digest` only writes the digest anew, which is right after a change of the
+A recorded log stands for clusters that run. So each frame is recorded once: the script only appends what it has beyond them. When an event
+changes, its new version goes into a new golden log (record_v2.py), this one stays as it is and must still fold. `--digest` only writes the digest anew, which is right after a change of the
 state's layout (state.STATE_VERSION), and wrong as an answer to a fold that has changed its mind.
 """
 
@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from gangline.core.model import events as ev
-from gangline.core.model.codec import digest, encode_event, encode_frame
+from gangline.core.model.codec import decode_frame, digest, encode_event, encode_frame
 from gangline.core.model.documents import Gpu, Registration
-from gangline.core.model.fold import apply, seal
+from gangline.core.model.fold import apply, apply_frame, seal
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import State
@@ -29,9 +29,10 @@ _LENGTH = struct.Struct(">I")
 
 
 class Recorder:
-    """Folds and encodes frame after frame, two seconds apart."""
+    """Folds and encodes frame after frame, two seconds apart. What is recorded already is taken as it is: only frames behind it are new."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorded: list[bytes]) -> None:
+        self.recorded = recorded
         self.state = State()
         self.epoch = 0
         self.at_ms = 1_767_225_600_000
@@ -40,6 +41,11 @@ class Recorder:
     def frame(self, *events: ev.LogEvent) -> None:
         index = self.state.index + 1
         self.at_ms += 2_000
+        if index <= len(self.recorded):
+            data = self.recorded[index - 1]
+            apply_frame(self.state, decode_frame(data, index, self.state.digest))
+            self.frames.append(data)
+            return
         for event in events:
             apply(self.state, event, index, self.epoch, self.at_ms)
         nonce = digest(f"nonce {index}".encode())[:12]
@@ -88,7 +94,7 @@ def _queues() -> tuple[QueueSpec, ...]:
 
 def record() -> list[bytes]:
     """Return a day of a small cluster in which everything happens once."""
-    r = Recorder()
+    r = Recorder(read_frames(FRAMES) if FRAMES.exists() else [])
     train = JobSpec(
         command=("python", "train.py", "--epochs", "3"), name="llama", queue="research", priority=60,
         gang=Gang(ranks=4, min_ranks=2, ranks_per_node=2),
