@@ -1,8 +1,8 @@
 """Writes the golden log of frame schema 1 with every event in version 1: `python tests/golden/record_v1.py`.
 
-A recorded log stands for clusters that run. So each frame is recorded once: the script only appends what it has beyond them. When an event
-changes, its new version goes into a new golden log (record_v2.py), this one stays as it is and must still fold. `--digest` only writes the digest anew, which is right after a change of the
-state's layout (state.STATE_VERSION), and wrong as an answer to a fold that has changed its mind.
+A recorded log stands for clusters that run. So each frame is recorded once, and the script only appends what it has beyond them: when an event
+changes, its new version goes into a new golden log (record_v2.py), this one stays as it is and must still fold. `--digest` only writes the
+digest anew, which is right after a change of the state's layout (state.STATE_VERSION), and wrong as an answer to a fold that has changed its mind.
 """
 
 from __future__ import annotations
