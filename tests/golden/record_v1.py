@@ -2,7 +2,8 @@
 
 A recorded log stands for clusters that run. So each frame is recorded once, and the script only appends what it has beyond them: when an event
 changes, its new version goes into a new golden log (record_v2.py), this one stays as it is and must still fold. `--digest` only writes the
-digest anew, which is right after a change of the state's layout (state.STATE_VERSION), and wrong as an answer to a fold that has changed its mind.
+digest anew, which is right after a change of the state's layout (state.STATE_VERSION), and wrong as an answer to a fold that has changed its
+mind.
 """
 
 from __future__ import annotations
