@@ -11,6 +11,7 @@ possible. Inside each group the same is done with the next level.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 #: the groups of a device from the coarsest to the finest
 Path = tuple[int, ...]
@@ -18,8 +19,11 @@ Path = tuple[int, ...]
 
 def nearest_devices(mask: int, count: int, links: Sequence[Path] = ()) -> tuple[int, ...]:
     """Return `count` of the devices in the mask, ascending; there must be as many. `links` has a path for each device, or is empty."""
-    if not links:
-        return lowest(mask, count)
+    return _nearest(mask, count, tuple(links)) if links else lowest(mask, count)
+
+
+@lru_cache(maxsize=1 << 12)
+def _nearest(mask: int, count: int, links: tuple[Path, ...]) -> tuple[int, ...]:
     devices = [d for d in range(mask.bit_length()) if mask >> d & 1]
     return tuple(sorted(_choose(devices, count, links, 0)))
 

@@ -113,6 +113,8 @@ class Mirror:
         #: names of the nodes with one of some models, and free GPUs by model: found when they are asked for
         self._of_models: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._free: tuple[tuple[int, int], dict[str, int]] | None = None
+        #: memory of a GPU by model, and the version of the world's nodes that it is of
+        self._memory: tuple[int, dict[str, int]] | None = None
 
     # ---------------------------------------------------------------- keeping in step
 
@@ -496,10 +498,19 @@ class Mirror:
             each = most(layout, (), res.mig) if layout is not None else 0
             return -(-ranks * res.mig_count // each) if each else _NEVER
         if res.shares_gpu:
-            smallest = min((s.gpu_memory_mib for s in self._specs.values() if s.labels[_MODEL_LABEL] == model), default=0)
-            each = GPU // max(1, res.charged_milli(smallest))
+            each = GPU // max(1, res.charged_milli(self._smallest_memory().get(model, 0)))
             return -(-ranks // each) if each else _NEVER
         return ranks * res.gpus
+
+    def _smallest_memory(self) -> dict[str, int]:
+        """Memory of the GPUs of each model, MiB, of the smallest where they differ."""
+        if self._memory is None or self._memory[0] != self.world.node_version:
+            found: dict[str, int] = {}
+            for node in self.world.nodes:
+                model, memory_mib = node.spec.labels[_MODEL_LABEL], node.spec.gpu_memory_mib
+                found[model] = min(memory_mib, found.get(model, memory_mib))
+            self._memory = (self.world.node_version, found)
+        return self._memory[1]
 
     def _free_by_model(self) -> dict[str, int]:
         """Free GPUs on nodes that take new ranks; counted anew when something on a node has changed."""
