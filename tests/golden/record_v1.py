@@ -17,6 +17,7 @@ from gangline.core.model import events as ev
 from gangline.core.model.codec import decode_frame, digest, encode_event, encode_frame
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import apply, apply_frame, seal
+from gangline.core.model.gpushares import GpuShare, MigSlice
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import State
@@ -192,6 +193,22 @@ def record() -> list[bytes]:
     r.frame(ev.RanksExited(job="sweep.0", node="n1", exits=(ev.RankExit(0, 1, 0),)))
     r.frame(ev.GangFinished(job="sweep.0", outcome="succeeded", cause="completed", message="all 1 ranks ended with status 0"))
     r.frame(ev.JobHeld(job="sweep", by="root", reason="the file system is full", requeue=True))
+    # Parts of GPUs.
+    gpus = tuple(Gpu(i, f"GPU-n4-{i}", "H100", 81_559, mig="H100", links=(0, i)) for i in range(3))
+    r.frame(ev.NodeJoined(registration=Registration("n4", "identity of n4", "boot of n4", "n4", "", gpus, 64_000, 512_000)))
+    parts = {
+        "half": (Resources(gpu_share_milli=500), GpuShare(500)),
+        "memory": (Resources(gpu_memory_mib=20_480, gpu_model_mix=True), GpuShare(260, 20_480)),
+        "mig": (Resources(mig="3g.40gb", mig_count=1), GpuShare(0, 0, (MigSlice(1, 4, 4, "3g.40gb"),))),
+        "beside": (Resources(mig="1g.10gb", mig_count=1), GpuShare(0, 0, (MigSlice(1, 3, 1, "1g.10gb"),))),
+    }
+    r.frame(*(ev.JobSubmitted(job=job, spec=JobSpec(("true",), resources=res)) for job, (res, _) in parts.items()))
+    for job, (_, share) in parts.items():
+        rank = ev.PlacedRank(0, (1,) if share.mig else (0,), share)
+        r.frame(ev.GangPlaced(job=job, generation=1, parts=(ev.PlacedPart("n4", (rank,)),)))
+    for job in ("half", "mig"):
+        r.frame(ev.GangFinished(job=job, outcome="cancelled", cause="stopped", message="stopped by ada"))
+    r.frame(ev.PartReleased(job="half", node="n4"), ev.PartReleased(job="mig", node="n4"))
     return r.frames
 
 
