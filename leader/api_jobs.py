@@ -41,7 +41,7 @@ _SEAL = b"gangline jobs cursor"
 
 #: characters of the ids that we make: lower-case base 32 without what is easily misread
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
-_ACTIVE = frozenset({"placed", "preparing", "running", "restarting", "preempting"})
+_ACTIVE = frozenset({"placed", "preparing", "running", "restarting", "preempting", "resizing"})
 
 
 class HoldWord(msgspec.Struct, forbid_unknown_fields=True):

@@ -22,8 +22,8 @@ from gangline.leader.whyrows import RecordRow, when_row, why_row
 _LOOK_BACK = 2_000
 #: entries of these kinds make a state; the last of each kind is shown
 _TELLING = (
-    "gang_placed", "gang_restarting", "rank_restarting", "gang_preempting", "gang_requeued", "gang_finished", "job_stop_requested", "job_held",
-    "job_released",
+    "gang_placed", "gang_restarting", "rank_restarting", "gang_preempting", "gang_resizing", "gang_requeued", "gang_finished",
+    "job_stop_requested", "job_held", "job_released",
 )  # fmt: skip
 _FRAMES_STEP = 100
 #: answers that read the log at the same time

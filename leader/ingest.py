@@ -111,7 +111,7 @@ def _reports(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -
     due = job.step_generation != job.generation or now_ms - job.step_at_ms >= PROGRESS_EVERY_MS
     if gang.step >= 0 and gang.step != job.step and due:
         yield ev.ProgressReported(job=job.id, generation=job.generation, step=gang.step)
-    if job.state == "preempting" and gang.acknowledged and not part.acknowledged:
+    if job.state in ("preempting", "resizing") and gang.acknowledged and not part.acknowledged:
         yield ev.StopAcknowledged(job=job.id, generation=job.generation, node=node)
 
 

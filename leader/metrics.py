@@ -205,7 +205,7 @@ def _leader(state: State) -> Samples:
 def _gangs(state: State) -> Samples:
     count: Tally[str] = Tally(state.jobs[job].state for job in state.running)
     count["queued"], count["finished"] = len(state.queue), len(state.finished)
-    names = ("queued", "placed", "preparing", "running", "restarting", "preempting", "finished")
+    names = ("queued", "placed", "preparing", "running", "restarting", "preempting", "resizing", "finished")
     return [(count[name], {"state": name}) for name in names]
 
 

@@ -272,7 +272,7 @@ def reason_of(job: Job) -> str:
         return _array_reason(job)
     if job.state == "queued":
         return job.deferral.message if job.deferral is not None else job.restart.message if job.restart is not None else ""
-    if job.state == "preempting" and job.notice is not None:
+    if job.state in ("preempting", "resizing") and job.notice is not None:
         return job.notice.message
     return job.restart.message if job.state == "restarting" and job.restart is not None else ""
 

@@ -195,6 +195,8 @@ def _message(job: Job, now_ms: int) -> str:
         return f"nothing is recorded about it yet{_after(job)}"
     if job.state == "preempting" and job.notice is not None:
         return f"was asked to leave ({job.notice.cause}): {job.notice.message}"
+    if job.resize is not None:
+        return f"goes on with {job.resize.world_size} ranks instead of {job.world_size}: {job.resize.message}"
     return {
         "placed": "has its place and is being prepared there",
         "preparing": "is being prepared, and starts when all of its nodes are ready",

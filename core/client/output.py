@@ -24,7 +24,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 STATE_COLOURS = {
     "running": "blue", "succeeded": "green", "failed": "red", "lost": "red", "restarting": "yellow", "preempting": "yellow",
-    "draining": "magenta", "cordoned": "magenta", "cancelled": "bright_black",
+    "resizing": "yellow", "draining": "magenta", "cordoned": "magenta", "cancelled": "bright_black",
 }  # fmt: skip
 
 

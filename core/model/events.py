@@ -20,6 +20,7 @@ from gangline.core.model.spec import JobSpec
 from gangline.core.model.topologies import Topology
 
 FailureClass = Literal["application", "infrastructure"]
+ResizeCause = Literal["grow", "shrink", "node_lost", "prepare_failed"]
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
 
@@ -230,6 +231,33 @@ class GangPreempting(LogEvent, frozen=True, kw_only=True, gc=False):
     beneficiary: str = ""
 
 
+@_event("gang_resizing")
+class GangResizing(LogEvent, frozen=True, kw_only=True, gc=False):
+    """*Decision*: the gang goes on with another number of ranks. Its ranks are asked to checkpoint by `deadline_ms`; gang_placed follows.
+
+    New places are held for it from now on; what it gives up comes free when its old ranks have left. Said again, the newest parts count.
+    """
+
+    job: str
+    #: the generation that is to end
+    generation: int
+    #: where the next generation runs, ranks that stay included
+    parts: tuple[PlacedPart, ...]
+    cause: ResizeCause
+    message: str
+    deadline_ms: int
+    grace_s: float
+    #: as in gang_placed
+    role_sizes: tuple[int, ...] = ()
+    #: the job for which it gives places up, "" when there is none
+    beneficiary: str = ""
+    lost_ranks: tuple[int, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
+    #: as in gang_requeued
+    avoid: tuple[tuple[str, int], ...] = ()
+    forgive: bool = False
+
+
 @_event("gang_requeued")
 class GangRequeued(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: the gang gives its nodes back whole and waits for new ones."""
@@ -249,6 +277,8 @@ class GangRequeued(LogEvent, frozen=True, kw_only=True, gc=False):
     forgive: bool = False
     #: the waiting job that gets the room, where the gang had no ranks to ask and left at once
     beneficiary: str = ""
+    #: since when the ranks do not work; 0 leaves that to the fold
+    failed_at_ms: int = 0
 
 
 @_event("gang_finished")

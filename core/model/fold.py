@@ -29,7 +29,7 @@ from gangline.core.model.foldsteps import touch as _touch
 from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.spec import Resources
-from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, State
+from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, Resize, State
 from gangline.core.model.topologies import check as check_topologies
 
 #: a generation that ran so long is healthy: failures after it are not "in a row" with those before (RELIABILITY row 43)
@@ -135,7 +135,7 @@ def _job_stop_requested(state: State, e: ev.JobStopRequested, index: int, epoch:
 
 def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: int) -> None:
     job = _live_job(state, e, e.job)
-    if job.state not in ("queued", "restarting"):
+    if job.state not in ("queued", "restarting", "resizing"):
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     if e.generation != job.generation + 1:
         raise IllegalTransition(e, f"generation {e.generation} does not follow {job.generation}")
@@ -144,6 +144,7 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
         life.count_wait(job, at_ms)
         _dequeue(state, job)
         state.running[job.id] = None
+    _end_old_size(state, job, {p.node for p in e.parts}, index, at_ms)
     job.parts = {}
     job.generation = e.generation
     job.world_size = sum(len(p.ranks) for p in e.parts)
@@ -167,7 +168,33 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
     _enter(state, job, "placed", index, at_ms)
 
 
-def _check_placement(state: State, job: Job, e: ev.GangPlaced) -> None:
+def _end_old_size(state: State, job: Job, kept: set[str], index: int, at_ms: int) -> None:
+    """The generation that was to end for another size has ended. Ranks that never ran at the old size need not know of it."""
+    resize = job.resize
+    if resize is None:
+        return
+    job.failures_in_row = row_of_failures(job, at_ms)
+    _lose_work(state, job, job.beneficiary, at_ms)
+    if resize.cause not in ("grow", "shrink") or any(r.started for p in job.parts.values() for r in p.ranks.values()):
+        cause = "resize" if resize.cause in ("grow", "shrink") else resize.cause
+        _remember_restart(job, cause, "infrastructure", resize.message, resize.lost_ranks, resize.lost_nodes, at_ms)
+    _end_generation(job, at_ms)
+    _forget_resize(state, job, kept, index)
+
+
+def _forget_resize(state: State, job: Job, kept: set[str], index: int) -> None:
+    """Give back the places that were held for another size, on nodes that are not to be kept: nothing has run there."""
+    pending = [n for n in job.pending_nodes if n not in kept]
+    job.resize = None
+    for node_id in pending:
+        node = state.nodes[node_id]
+        if job.id in node.holdings:
+            _give_back(state, node, job.id)
+            _touch_node(state, node, index)
+            _capacity(state)
+
+
+def _check_placement(state: State, job: Job, e: ev.GangPlaced | ev.GangResizing) -> None:
     ranks = [r.rank for p in e.parts for r in p.ranks]
     _check_numbers(e, ranks)
     sizes = roles.placed(job.spec, e.role_sizes, len(ranks))
@@ -228,7 +255,7 @@ def _taken_twice(node: Node, own: Holding | None, part: ev.PlacedPart) -> str:
     return ""
 
 
-def _check_numbers(e: ev.GangPlaced, ranks: list[int]) -> None:
+def _check_numbers(e: ev.GangPlaced | ev.GangResizing, ranks: list[int]) -> None:
     if sorted(ranks) != list(range(len(ranks))):
         raise IllegalTransition(e, "ranks are not 0 to n - 1")
     if any(not p.ranks for p in e.parts) or len({p.node for p in e.parts}) != len(e.parts):
@@ -270,8 +297,9 @@ def _gang_restarting(state: State, e: ev.GangRestarting, index: int, epoch: int,
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     _account_failure(job, e.failure_class, at_ms)
     _lose_work(state, job, "", at_ms)
-    _end_generation(job, at_ms)
     _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, (), at_ms)
+    _end_generation(job, at_ms)
+    _forget_resize(state, job, set(), index)
     job.not_before_ms = e.not_before_ms
     job.released = False
     job.notice, job.beneficiary = None, ""
@@ -302,29 +330,59 @@ def _rank_restarting(state: State, e: ev.RankRestarting, index: int, epoch: int,
 
 def _gang_preempting(state: State, e: ev.GangPreempting, index: int, epoch: int, at_ms: int) -> None:
     job = _current(state, e, e.job, e.generation)
-    if job.state not in ("placed", "preparing", "running"):
+    if job.state not in ("placed", "preparing", "running", "resizing"):
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    _forget_resize(state, job, set(), index)
     job.notice = StopNotice(cause=e.cause, message=e.message, deadline_ms=e.deadline_ms, grace_s=e.grace_s)
     job.beneficiary = e.beneficiary
+    for part in job.parts.values():
+        part.acknowledged = False
     # The ranks may take as long again to die after their deadline as they had before it.
     _earmark(state, job, e.beneficiary, e.deadline_ms + int(e.grace_s * 1000), index, at_ms)
     _enter(state, job, "preempting", index, at_ms)
+
+
+def _gang_resizing(state: State, e: ev.GangResizing, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    if not job.active or job.state == "preempting":
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    _check_placement(state, job, e)
+    if old := [p.node for p in e.parts if p.node in job.lingering]:
+        raise IllegalTransition(e, f"an older generation may still run on {', '.join(old)}")
+    if e.forgive:
+        _forgive(job)
+    _forget_resize(state, job, set(), index)
+    job.resize = Resize(e.parts, e.role_sizes, e.cause, e.message, e.lost_ranks, e.lost_nodes)
+    leaf_of = roles.leaf_of_ranks(roles.placed(job.spec, e.role_sizes, job.resize.world_size))
+    for part in e.parts:
+        node = state.nodes[part.node]
+        needed = _needed(job, [Rank(gpus=r.gpus, generation=0, leaf=leaf_of[r.rank], share=r.share) for r in part.ranks])
+        own = node.holdings.get(job.id)
+        if own is None or _both(node, own, needed) != own:
+            _hold(state, node, job.id, needed, index)
+    job.prepare_failures += e.cause == "prepare_failed"
+    job.avoid = {n: until for n, until in job.avoid.items() if until > at_ms} | dict(e.avoid)
+    job.beneficiary = e.beneficiary or job.beneficiary
+    _earmark(state, job, e.beneficiary, e.deadline_ms + int(e.grace_s * 1000), index, at_ms)
+    # Ranks that have been asked already are not asked again: what they have acknowledged stays true.
+    if job.notice is None or e.deadline_ms < job.notice.deadline_ms:
+        job.notice = StopNotice(cause="resize", message=e.message, deadline_ms=e.deadline_ms, grace_s=e.grace_s)
+    _enter(state, job, "resizing", index, at_ms)
 
 
 def _gang_requeued(state: State, e: ev.GangRequeued, index: int, epoch: int, at_ms: int) -> None:
     job = _current(state, e, e.job, e.generation)
     if not job.active:
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
-    if e.forgive and job.failures_ms:
-        job.failures_ms.pop()
-        job.failures_in_row = max(0, job.failures_in_row - 1)
-        job.restarts -= 1
+    if e.forgive:
+        _forgive(job)
     _account_failure(job, e.failure_class, at_ms)
     _lose_work(state, job, e.beneficiary or job.beneficiary, at_ms)
     if e.beneficiary:
         _earmark(state, job, e.beneficiary, at_ms + int(job.spec.preemption.grace_s * 1000), index, at_ms)
+    _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, e.lost_nodes, at_ms, e.failed_at_ms)
     _end_generation(job, at_ms)
-    _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, e.lost_nodes, at_ms)
+    _forget_resize(state, job, set(), index)
     job.not_before_ms = e.not_before_ms
     job.prepare_failures += e.cause == "prepare_failed"
     job.avoid = {n: until for n, until in job.avoid.items() if until > at_ms} | dict(e.avoid)
@@ -342,8 +400,10 @@ def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_
     if job.elements is not None and job.elements.live:
         raise IllegalTransition(e, f"{len(job.elements.live)} elements of {job.id} have not ended")
     _end_generation(job, at_ms)
+    _forget_resize(state, job, set(), index)
     if job.state == "queued":
         _dequeue(state, job)
+        state.scratch.queue_dirty = True  # it may have been in somebody's way
     else:
         state.running.pop(job.id, None)
     _leave_all(state, job, index, over=True)
@@ -400,7 +460,10 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
     for job_id, holding in list(node.holdings.items()):
         job = state.jobs[job_id]
         over = e.proven or job.spec.on_disconnect == "stop"
-        if not holding.leaving_since:
+        if e.node in job.pending_nodes:
+            _give_back(state, node, job.id)  # nothing of it has run there; what to do without it is the policy's business
+            state.scratch.jobs[job_id] = None
+        elif not holding.leaving_since:
             job.parts[e.node].dead = over
             state.scratch.jobs[job_id] = None
         elif over or job.state == "finished":
@@ -426,7 +489,7 @@ def _node_prepared(state: State, e: ev.NodePrepared, index: int, epoch: int, at_
 def _prepare_failed(state: State, e: ev.PrepareFailed, index: int, epoch: int, at_ms: int) -> None:
     job = _current(state, e, e.job, e.generation)
     part = _part(job, e, e.node)
-    if job.state not in ("placed", "preparing", "running", "preempting") or part.failed:
+    if job.state not in ("placed", "preparing", "running", "preempting", "resizing") or part.failed:
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     part.failed = e.message or "no reason given"
     _touch(state, job, index)
@@ -502,7 +565,7 @@ def _checkpoint_reported(state: State, e: ev.CheckpointReported, index: int, epo
 def _stop_acknowledged(state: State, e: ev.StopAcknowledged, index: int, epoch: int, at_ms: int) -> None:
     job = _current(state, e, e.job, e.generation)
     part = _part(job, e, e.node)
-    if job.state != "preempting" or part.acknowledged:
+    if job.state not in ("preempting", "resizing") or part.acknowledged:
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
     part.acknowledged = True
     if all(p.acknowledged for p in job.parts.values()):
@@ -620,6 +683,13 @@ def _account_failure(job: Job, failure_class: str, at_ms: int) -> None:
         job.failures_in_row += 1
 
 
+def _forgive(job: Job) -> None:
+    if job.failures_ms:
+        job.failures_ms.pop()
+        job.failures_in_row = max(0, job.failures_in_row - 1)
+        job.restarts -= 1
+
+
 def _end_generation(job: Job, at_ms: int) -> None:
     if job.running_since_ms:
         job.ran_ms += at_ms - job.running_since_ms
@@ -660,10 +730,12 @@ def _lose_work(state: State, job: Job, beneficiary: str, at_ms: int) -> None:
 
 
 def _remember_restart(
-    job: Job, cause: str, failure_class: str, message: str, lost_ranks: tuple[int, ...], lost_nodes: tuple[str, ...], at_ms: int
-) -> None:
+    job: Job, cause: str, failure_class: str, message: str, lost_ranks: tuple[int, ...], lost_nodes: tuple[str, ...], at_ms: int,
+    failed_at_ms: int = 0,
+) -> None:  # fmt: skip
     # A failure on the way back from another one is the same outage to the job: it counts from the first.
-    failed_at = job.restart.failed_at_ms if job.restart is not None and job.state != "running" and job.restart.failed_at_ms else at_ms
+    ran = job.state == "running" or (job.state == "resizing" and job.running_since_ms)
+    failed_at = failed_at_ms or (job.restart.failed_at_ms if job.restart is not None and not ran else 0) or at_ms
     job.restarts += 1
     job.previous_nodes = tuple(job.parts)
     job.restart = RestartNotice(
@@ -833,6 +905,7 @@ _HANDLERS: dict[type[ev.LogEvent], Callable[[State, Any, int, int, int], None]] 
     ev.GangRestarting: _gang_restarting,
     ev.RankRestarting: _rank_restarting,
     ev.GangPreempting: _gang_preempting,
+    ev.GangResizing: _gang_resizing,
     ev.GangRequeued: _gang_requeued,
     ev.GangFinished: _gang_finished,
     ev.NodeJoined: _node_joined,

@@ -36,7 +36,7 @@ from gangline.core.model.fields import (
 )
 from gangline.core.model.jobresources import read_resources, resource_words
 from gangline.core.model.problems import MAX_PROBLEMS, BadJob, Problem, child_pointer, show
-from gangline.core.model.spec import Checkpoint, Gang, JobSpec, Preemption, Restart, TopologyRequest
+from gangline.core.model.spec import Checkpoint, Elastic, Gang, JobSpec, Preemption, Restart, TopologyRequest
 from gangline.core.model.strict_json import load_json
 from gangline.core.model.units import format_duration
 
@@ -103,6 +103,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "preemptible": spec.preemptible,
         "gang": {"ranks": spec.gang.ranks, "min_ranks": spec.gang.min_ranks, "ranks_per_node": spec.gang.ranks_per_node},
         "resources": resource_words(spec.resources),
+        "elastic": _elastic_words(spec),
         "topology": _topology_words(spec.topology),
         "time_limit": duration_word(spec.time_limit_s) if spec.time_limit_s else "",
         "command": list(spec.command),
@@ -244,6 +245,10 @@ _GANG: Fields = {
     "min_ranks": ("min_ranks", whole(1, MAX_RANKS)),
     "ranks_per_node": ("ranks_per_node", whole(0, 1024)),
 }
+_ELASTIC: Fields = {
+    "grow_after": ("grow_after_s", duration(1.0, 30 * DAY_S)),
+    "step": ("step", whole(1, MAX_RANKS)),
+}
 _CHECKPOINT: Fields = {"path": ("path", _place), "interval": ("interval_s", duration(1.0, 30 * DAY_S))}
 _FAIL_CODES: Fields = {"fail": ("fail", list_of(whole(1, 255), "a list of exit codes, as [2, 64]", 255))}
 _FAIL_SIGNALS: Fields = {"fail": ("fail", list_of(one_of(*_SIGNALS), "a list of signals, as [SIGABRT]", 64))}
@@ -300,6 +305,20 @@ def _gang(reading: Reading, at: str, value: Any) -> Gang | None:
     return Gang(**found)
 
 
+def _check_elastic(reading: Reading, found: dict[str, Any], value: dict[str, Any]) -> None:
+    """The job as a whole: `elastic` says something of gangs of several sizes, and its step leads from the smallest to the largest."""
+    gang, elastic = found.get("gang"), found.get("elastic")
+    if elastic is None or gang is None or not value.get("elastic"):
+        return
+    more = gang.ranks - gang.min_ranks
+    if not more:
+        reading.refuse("/elastic", "GL-1108", f"The gang has one size, {gang.ranks} ranks; give gang.min_ranks, the smallest that is of use.")
+    elif elastic.step and (more % elastic.step or elastic.step % (gang.ranks_per_node or 1)):
+        whole_nodes = f", in whole nodes of {gang.ranks_per_node}" if gang.ranks_per_node else ""
+        message = f"Steps of {elastic.step} do not lead from min_ranks {gang.min_ranks} to ranks {gang.ranks}{whole_nodes}."
+        reading.refuse("/elastic/step", "GL-1108", message)
+
+
 def _topology(reading: Reading, at: str, value: Any) -> TopologyRequest | None:
     found = read_mapping(reading, at, value, _TOPOLOGY, {})
     if found is None:
@@ -316,6 +335,7 @@ _JOB: Fields = {
     "priority": ("priority", whole(0, 1_000_000)),
     "preemptible": ("preemptible", boolean),
     "gang": ("gang", _gang),
+    "elastic": ("elastic", section(Elastic, _ELASTIC)),
     "resources": ("resources", read_resources),
     "topology": ("topology", _topology),
     "time_limit": ("time_limit_s", duration(1.0, 366 * DAY_S)),
@@ -345,6 +365,7 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
     if value.get("command") is None:
         reading.refuse("", "GL-1103", "The field command is missing: a list of texts, as [python, train.py].")
     life.take_apart(reading, found)
+    _check_elastic(reading, found, value)
     if reading.problems:
         return None
     if "preemptible" not in found:
@@ -366,6 +387,12 @@ def _restart_words(restart: Restart) -> dict[str, Any]:
         "exit_codes": {"fail": list(restart.fail_exit_codes)},
         "signals": {"fail": list(restart.fail_signals)},
     }
+
+
+def _elastic_words(spec: JobSpec) -> dict[str, Any]:
+    if spec.gang.min_ranks == spec.gang.ranks:
+        return {}
+    return {"grow_after": duration_word(spec.elastic.grow_after_s), "step": spec.elastic.step or ""}
 
 
 def _topology_words(topology: TopologyRequest) -> dict[str, Any]:

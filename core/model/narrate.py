@@ -46,7 +46,7 @@ def concerns(event: ev.LogEvent) -> tuple[tuple[str, ...], tuple[str, ...]]:
     match event:
         case ev.GangsDeferred():
             return event.jobs, ()
-        case ev.GangPlaced():
+        case ev.GangPlaced() | ev.GangResizing():
             return (event.job,), tuple(p.node for p in event.parts)
         case ev.GangRequeued():
             return (event.job,), event.lost_nodes
@@ -177,6 +177,13 @@ def _rank_restarting(e: ev.RankRestarting) -> str:
 
 def _gang_preempting(e: ev.GangPreempting) -> str:
     return _because(f"asked to checkpoint and leave within {duration(e.grace_s)}", e.message or e.cause)
+
+
+def _gang_resizing(e: ev.GangResizing) -> str:
+    size, nodes = sum(len(p.ranks) for p in e.parts), _names(p.node for p in e.parts)
+    grace = f"asked to checkpoint within {duration(e.grace_s)}, to go" if e.grace_s else "goes"
+    text = _because(f"{grace} on with {_count(size, 'rank')} on {nodes}", e.message or e.cause)
+    return text + (f" (not on {_names([n for n, _ in e.avoid])} for now)" if e.avoid else "")
 
 
 def _gang_requeued(e: ev.GangRequeued) -> str:
@@ -317,6 +324,7 @@ _SENTENCES: dict[type[ev.LogEvent], Callable[[Any], str]] = {
     ev.GangRestarting: _gang_restarting,
     ev.RankRestarting: _rank_restarting,
     ev.GangPreempting: _gang_preempting,
+    ev.GangResizing: _gang_resizing,
     ev.GangRequeued: _gang_requeued,
     ev.GangFinished: _gang_finished,
     ev.NodeJoined: _node_joined,

@@ -6,7 +6,7 @@ from gangline.core.model.documents import Desired, DesiredGang, DesiredRank
 from gangline.core.model.state import Job, State
 
 #: states in which a gang's ranks belong on its nodes; a restarting gang that waits out its backoff is stopped there
-_WANTED = ("placed", "preparing", "running", "preempting")
+_WANTED = ("placed", "preparing", "running", "preempting", "resizing")
 
 
 def project(state: State, node: str) -> Desired:

@@ -23,6 +23,15 @@ class Gang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     ranks_per_node: int = 0
 
 
+class Elastic(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """How a gang of several sizes changes its size while it runs."""
+
+    #: it does not grow before it has run for so long at its present size: each change is a restart
+    grow_after_s: float = 300.0
+    #: sizes are `min_ranks` and so many more, once or several times; 0: `ranks_per_node`, or one rank
+    step: int = 0
+
+
 class Resources(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one rank holds for itself. At most one of `gpus`, `gpu_share_milli`, `gpu_memory_mib` and `mig` is given."""
 
@@ -182,6 +191,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     priority: int = 50
     preemptible: bool = True
     gang: Gang = Gang()
+    elastic: Elastic = Elastic()
     resources: Resources = Resources()
     topology: TopologyRequest = TopologyRequest()
     roles: tuple[Role, ...] = ()

@@ -8,7 +8,8 @@ A job's life, with the event that makes each step:
                               │  └── gang_requeued ───┼───────────── any of these ◀───────────────────────┤
                               │                       │ gang_placed                                       │
                               │                    restarting ◀───────────── gang_restarting ─────────────┤
-                              └── gang_requeued ── preempting ◀───────────── gang_preempting ─────────────┘
+                              └── gang_requeued ── preempting ◀───────────── gang_preempting ─────────────┤
+                                           placed ◀── gang_placed ── resizing ◀── gang_resizing ──────────┘
     anything but finished ── gang_finished ──▶ finished, and nothing leaves that
     (nothing) ── job_submitted with an array ──▶ array ── elements_queued ──▶ array, and a queued job for each of these elements
 
@@ -23,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.documents import Registration, RestartNotice, StopNotice
-from gangline.core.model.events import Outcome
+from gangline.core.model.events import Outcome, PlacedPart, ResizeCause
 from gangline.core.model.gpushares import GpuShare, GpuUse
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.roles import full, placed
@@ -42,7 +43,7 @@ ELEMENTS_KEPT = 1_000
 ELEMENT_BITS = 20
 
 #: "array": a job array that has not ended. It is never placed itself; its elements are jobs, with states of their own
-JobState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "finished", "array"]
+JobState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "resizing", "finished", "array"]
 
 #: ranges of positions in an array, (first, last), ascending and apart from each other
 Runs = list[tuple[int, int]]
@@ -82,6 +83,22 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
     acknowledged: bool = False
     #: its ranks are dead with their node
     dead: bool = False
+
+
+class Resize(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The next placement of a gang that goes on with another number of ranks (events.GangResizing). What of it is new is held already."""
+
+    parts: tuple[PlacedPart, ...]
+    role_sizes: tuple[int, ...]
+    cause: ResizeCause
+    message: str
+    lost_ranks: tuple[int, ...] = ()
+    lost_nodes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the next generation."""
+        return sum(len(p.ranks) for p in self.parts)
 
 
 class Deferral(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -171,6 +188,8 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     #: nodes not to use before a time
     avoid: dict[str, int] = {}
     notice: StopNotice | None = None
+    #: set exactly while it is resizing
+    resize: Resize | None = None
 
     #: why the next, or the current, generation exists
     restart: RestartNotice | None = None
@@ -246,7 +265,12 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     @property
     def lingering(self) -> list[str]:
         """Nodes outside of the current placement on which ranks of an older generation may still run; none starts before they are gone."""
-        return [n for n in self.held_nodes if n not in self.parts]
+        return [n for n in self.held_nodes if n not in self.parts and n not in self.pending_nodes]
+
+    @property
+    def pending_nodes(self) -> tuple[str, ...]:
+        """Nodes that are held for its next size, and on which it has never run anything."""
+        return tuple(p.node for p in self.resize.parts if p.node not in self.parts) if self.resize is not None else ()
 
     @property
     def active(self) -> bool:

@@ -11,7 +11,7 @@ Nothing becomes free in this pass, so what failed once fails for all jobs that a
 
 from __future__ import annotations
 
-from gangline.core.policy.gangs import Job, Rank, charge_of, next_chunk
+from gangline.core.policy.gangs import Job, Rank, charge_of, growing, next_chunk
 from gangline.core.policy.gates import closed
 from gangline.core.policy.order import JobOrder, waiting_order
 from gangline.core.policy.placing import Placer, wait_together
@@ -59,7 +59,7 @@ def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
     tried: dict[int, bool] = {}
     for queue, groups in world.waiting_groups().items():
         for signature, group in groups.items():
-            if order.failed(queue, signature):
+            if growing(group[0][1]) or order.failed(queue, signature):
                 continue
             chunk = next_chunk(group[0][1])
             for rank in chunk:

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job, State
-from gangline.core.policy import recovery
+from gangline.core.policy import recovery, resize
 from gangline.core.policy.schedule import LOOK_AGAIN_MS, schedule
 
 
@@ -59,7 +59,7 @@ def wake(state: State, now_ms: int) -> None:
         job = state.jobs.get(heappop(timers)[1])
         if job is not None:
             state.scratch.jobs[job.id] = None
-            if job.state == "queued":
+            if job.state == "queued" or resize.may_grow(job, now_ms):
                 state.scratch.queue_dirty = True
                 state.scratch.moved[job.id] = None
 

@@ -174,7 +174,8 @@ class Job:
     """One job. `order` is its age rank, 0 the oldest; times are in seconds before `now` of the session, None if there is no such time."""
 
     __slots__ = (
-        "active", "age_s", "boost", "constraint", "evicted_s_ago", "name", "order", "plain", "podsets", "preemptible", "preemption_delay_s",
+        "active", "age_s", "boost", "constraint", "evicted_s_ago", "grows", "name", "order", "plain", "podsets", "preemptible",
+        "preemption_delay_s",
         "priority", "queue", "ranks", "root", "shape", "single", "stale_for_s", "staleness_grace_s", "started_s_ago",
         "uniform", "user",
     )  # fmt: skip
@@ -205,6 +206,8 @@ class Job:
         self.uniform: Request | None = None
         #: no constraint and no affinity anywhere: where its other ranks are does not matter
         self.plain = True
+        #: runs at a size that is worth a change only when nobody else needs the room: what it lacks to its largest size is placed last (grow.py)
+        self.grows = False
         self.age_s: float | None = None
         self.started_s_ago: float | None = None
         self.evicted_s_ago: float | None = None
@@ -229,6 +232,11 @@ class Job:
                 return 0
             above = above or podset.active > podset.min_ranks
         return 2 if above else 1
+
+
+def growing(job: Job) -> bool:
+    """Whether what the job waits for would make a gang larger that runs already, and is placed last."""
+    return job.grows and job.standing > 0
 
 
 def waiting(rank: Rank) -> bool:

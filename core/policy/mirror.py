@@ -9,6 +9,8 @@ taken back, and comes in again through the events that it becomes.
     a queued gang                                 a job whose ranks wait
     a placed gang                                 a job whose ranks run where they are
     a gang that was asked to leave                a job whose ranks are leaving
+    a gang that changes its size                  a job whose ranks run where they will be
+    an elastic gang that may grow                 besides, ranks that wait, for the pass that comes last (grow.py)
     what is held beyond the present placement     a job of its own without a claim to anything, whose ranks are leaving
 
 The topologies of the world are those declared beside the queues; before any is declared, the well-known levels whose labels all of its nodes
@@ -20,7 +22,8 @@ ranks of a role on a node are one *unit*: they are placed together, and the worl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from gangline.core.model.documents import Gpu, Registration
@@ -29,18 +32,18 @@ from gangline.core.model.gpufacts import MIG_LAYOUTS, MigLayout
 from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.queues import QueueSpec as DeclaredQueue
 from gangline.core.model.queues import QueueTree
-from gangline.core.model.roles import Group, Leaf, Sizes, leaves, of_ranks, recorded, tree
+from gangline.core.model.roles import Group, Leaf, leaf_of_ranks, leaves, of_ranks, recorded, tree
+from gangline.core.model.roles import placed as placed_sizes
 from gangline.core.model.spec import TopologyRequest
 from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import Node as StateNode
-from gangline.core.model.state import Rank as StateRank
 from gangline.core.model.state import State
 from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_name
 from gangline.core.model.usage import usage_of, usage_of_users
 from gangline.core.policy import ageing
 from gangline.core.policy.admission import gate
-from gangline.core.policy.gangs import Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
-from gangline.core.policy.handout import placed_devices
+from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
+from gangline.core.policy.handout import Given, placed_devices
 from gangline.core.policy.migplan import most
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.placing import Placer
@@ -48,6 +51,8 @@ from gangline.core.policy.queues import QueueSpec
 from gangline.core.policy.refusals import MODEL_LEVEL as _MODEL_LABEL
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, Affinity, Request
+from gangline.core.policy.resize import may_grow
+from gangline.core.policy.sizes import Placement, is_elastic, present
 from gangline.core.policy.world import Options, World
 
 _K = TypeVar("_K")
@@ -71,11 +76,8 @@ class _Ranks(NamedTuple):
     places: list[tuple[RankState, Place | None]]
 
 
-class Placement(NamedTuple):
-    """A gang's nodes and ranks, and the sizes of its roles, as a `gang_placed` has them."""
-
-    parts: tuple[PlacedPart, ...]
-    role_sizes: Sizes
+#: ranks of one leaf that are placed together, and their node
+_Unit = tuple[str, Sequence[PlacedRank]]
 
 
 class Mirror:
@@ -102,6 +104,10 @@ class Mirror:
         self._choosy: dict[str, None] = {}
         #: waiting gangs with ranks that take one of several GPU models, and those that these may have now, by leaf
         self._undecided: dict[str, dict[int, tuple[str, ...]]] = {}
+        #: placed gangs that have ranks waiting, to grow
+        self._growing: dict[str, None] = {}
+        #: the units of placed gangs that may change their size, by index of the rank in the world
+        self._units_of: dict[str, dict[int, _Unit]] = {}
         #: placed gangs that may be protected still, and for how long any gang is
         self._young: dict[str, Job] = {}
         self._protection_s = 0.0
@@ -129,6 +135,9 @@ class Mirror:
             # Which model a gang that takes several gets depends on what is free now.
             for job, models in self._undecided.items():
                 if job not in scratch.moved and any(self._models(leaf) != models[leaf.index] for leaf in self._wavering(state.jobs[job])):
+                    scratch.moved[job] = None
+            for job in self._growing:
+                if job not in scratch.moved and not may_grow(state.jobs[job], now_ms):
                     scratch.moved[job] = None
             if scratch.moved or scratch.moved_nodes:
                 self._update(state, now_ms)
@@ -277,19 +286,22 @@ class Mirror:
         self.barred.pop(job_id, None)
         self._choosy.pop(job_id, None)
         self._undecided.pop(job_id, None)
+        self._growing.pop(job_id, None)
+        self._units_of.pop(job_id, None)
         self._young.pop(job_id, None)
 
     def _add(self, state: State, job: StateJob, now_ms: int) -> None:
-        placed = job.active and all(n in self._nodes for n in job.parts)
+        where = present(job)
+        placed = job.active and all(p.node in self._nodes for p in where.parts)
         if placed:
-            self._add_placed(state, job, now_ms)
+            self._add_placed(state, job, where, now_ms)
         elif job.state == "queued" and not job.stop and job.not_before_ms <= now_ms:
             barred = self._barred(state, job, now_ms)
             if barred is None:
                 self._add_waiting(state, job, now_ms)
             else:
                 self.barred[job.id] = barred
-        self._add_remains(state, job, placed)
+        self._add_remains(state, job, where if placed else Placement((), ()))
 
     def _barred(self, state: State, job: StateJob, now_ms: int) -> Refusal | None:
         """Why a gang does not even take part, whatever is free."""
@@ -321,45 +333,84 @@ class Mirror:
 
         self._introduce(state, job, job.id, self._set(job, tree(job.spec), podset), ranks)
 
-    def _add_placed(self, state: State, job: StateJob, now_ms: int) -> None:
+    def _add_placed(self, state: State, job: StateJob, where: Placement, now_ms: int) -> None:
         rank_state = RankState.RELEASING if job.state == "preempting" else RankState.RUNNING
-        held: dict[int, list[tuple[RankState, Place | None]]] = {}
-        for node_id, part in job.parts.items():
-            by_leaf: dict[int, list[StateRank]] = {}
-            for rank in part.ranks.values():
-                by_leaf.setdefault(rank.leaf, []).append(rank)
-            for at, some in by_leaf.items():
-                unit = leaves(job.spec)[at].unit
-                for first in range(0, len(some), unit):
-                    held.setdefault(at, []).append((rank_state, self._place_of(node_id, some[first : first + unit])))
+        held = self._units(job, where)
+        elastic = is_elastic(job.spec) and job.state != "preempting"
+        grows = elastic and may_grow(job, now_ms) and state.queues.starts(job.spec.queue) and job.id not in state.scratch.poison
         ranks: list[_Ranks] = []
 
         def podset(leaf: Leaf) -> Podset:
-            # All of its ranks are needed now: one that loses some does not go on with the others, it is placed anew.
-            places = held.get(leaf.index, [])
-            found = Podset(leaf.path, len(places), unit=leaf.unit)
-            ranks.append(_Ranks(found, self._request(job, leaf, now_ms, anywhere=True), places))
+            # Of a gang of one size all ranks are needed: one that loses some does not go on with the others, it is placed anew.
+            units, gang = held.get(leaf.index, []), leaf.gang
+            found = Podset(leaf.path, -(-gang.min_ranks // leaf.unit) if elastic else len(units), unit=leaf.unit)
+            request = self._request(job, leaf, now_ms, anywhere=True, apart=grows)
+            ranks.append(_Ranks(found, request, [(rank_state, self._place_of(node, some)) for node, some in units]))
+            if grows:
+                more: list[tuple[RankState, Place | None]] = [(RankState.PENDING, None)] * (gang.ranks // leaf.unit - len(units))
+                ranks.append(_Ranks(found, self._request(job, leaf, now_ms, like=[node for node, _ in units]), more))
             return found
 
-        engine = self._introduce(state, job, job.id, self._set(job, tree(job.spec), podset, whole=True), ranks)
+        engine = self._introduce(state, job, job.id, self._set(job, tree(job.spec), podset, whole=not elastic), ranks)
+        engine.grows = elastic
+        if elastic:
+            units = (unit for leaf in leaves(job.spec) for unit in held.get(leaf.index, ()))
+            self._units_of[job.id] = dict(zip((r.index for r in engine.ranks if r.state is RankState.RUNNING), units, strict=True))
+        if grows:
+            self._growing[job.id] = None
         engine.started_s_ago = (now_ms - job.running_since_ms) / 1000 if job.running_since_ms else 0.0
         if engine.started_s_ago <= self._protection_s:
             self._young[job.id] = engine
 
-    def _add_remains(self, state: State, job: StateJob, placed: bool) -> None:
-        """What the gang holds beyond its present placement: older generations that are still dying."""
+    def _units(self, job: StateJob, where: Placement) -> dict[int, list[_Unit]]:
+        """Return by leaf the node and the ranks of each unit; of an elastic gang last what is to go first."""
+        leaf_of = leaf_of_ranks(placed_sizes(job.spec, where.role_sizes, where.ranks))
+        every = leaves(job.spec)
+        found: dict[int, list[_Unit]] = {}
+        for part in where.parts:
+            by_leaf: dict[int, list[PlacedRank]] = {}
+            for rank in part.ranks:
+                by_leaf.setdefault(leaf_of[rank.rank], []).append(rank)
+            for at, some in by_leaf.items():
+                unit = every[at].unit
+                for first in range(0, len(some), unit):
+                    found.setdefault(at, []).append((part.node, some[first : first + unit]))
+        return {at: self._last_to_go_first(job, units) for at, units in found.items()} if is_elastic(job.spec) else found
+
+    def _last_to_go_first(self, job: StateJob, units: list[_Unit]) -> list[_Unit]:
+        """Return units so that giving up the last ones costs least.
+
+        Those are the ones that the gang has not begun to use, then those on the nodes with the fewest of its ranks, in the domains with the
+        fewest: so whole nodes and whole domains come free.
+        """
+        used = {(node, g) for node, part in job.parts.items() for r in part.ranks.values() for g in r.gpus}
+        pending = job.pending_nodes
+        ways = {node: self._way_to(node, job.spec.topology.name) for node, _ in units}
+        counts = Counter(ways[node][: depth + 1] for node, _ in units for depth in range(len(ways[node])))
+        order = {node: [(-counts[way[: depth + 1]], label) for depth, label in enumerate(way)] for node, way in ways.items()}
+
+        def key(unit: _Unit) -> tuple[bool, list[tuple[int, str]]]:
+            node, ranks = unit
+            return node in pending or any((node, g) not in used for r in ranks for g in r.gpus), order[node]
+
+        return sorted(units, key=key)
+
+    def _add_remains(self, state: State, job: StateJob, where: Placement) -> None:
+        """What the gang holds beyond its present placement, or its next one: older generations that are still dying, ranks that are to go."""
+        leaf_of = leaf_of_ranks(placed_sizes(job.spec, where.role_sizes, where.ranks)) if where.parts else []
+        parts = {p.node: p.ranks for p in where.parts}
         for node_id in job.held_nodes:
             if node_id not in self._nodes:
                 continue
             holding = state.nodes[node_id].holdings[job.id]
-            part = job.parts.get(node_id) if placed else None
-            ranks = part.ranks.values() if part is not None else ()
+            ranks = parts.get(node_id, ())
             used = {g for r in ranks if r.share is None for g in r.gpus}
-            own_cpus, own_memory = of_ranks(job.spec, [r.leaf for r in ranks])
+            own_cpus, own_memory = of_ranks(job.spec, [leaf_of[r.rank] for r in ranks])
             gpus = [g for g in holding.gpus if g not in used and g in self._gpus[node_id]]
             cpus, memory = holding.cpus_milli - own_cpus, holding.memory_mib - own_memory
-            # Nobody can tell when a gang that is kept on a lost node, or restarts, gives its place up.
-            kind = RankState.RELEASING if holding.leaving_since else RankState.STUCK
+            # What is there beyond a placement goes before that starts. Nobody can tell when a gang that is kept on a lost node goes.
+            going = holding.leaving_since or (parts and job.state in ("placed", "preparing", "resizing"))
+            kind = RankState.RELEASING if going else RankState.STUCK
             podset = Podset("ranks", 0)
             there: list[_Ranks] = []
             if gpus or cpus > 0 or memory > 0:
@@ -370,7 +421,7 @@ class Mirror:
             if there:
                 self._introduce(state, job, f"{job.id}@{node_id}", PodsetGroup("", None, [podset]), there)
 
-    def _shares_left(self, node_id: str, held: tuple[GpuUse, ...], ranks: Collection[StateRank]) -> Iterator[tuple[Request, Place]]:
+    def _shares_left(self, node_id: str, held: tuple[GpuUse, ...], ranks: Collection[PlacedRank]) -> Iterator[tuple[Request, Place]]:
         """Return what is held of shared and partitioned GPUs beyond what some ranks have of them, each as a request in its place."""
         own: dict[int, GpuUse] = {}
         for use in (use for r in ranks for use in uses_of(r.gpus, r.share)):
@@ -443,18 +494,21 @@ class Mirror:
             return Constraint(_MODELS, _MODEL_LABEL, "")
         return None if asked or leaf.topology else Constraint(_MODELS, "", _MODEL_LABEL)
 
-    def _request(self, job: StateJob, leaf: Leaf, now_ms: int, anywhere: bool = False) -> Request:
+    def _request(
+        self, job: StateJob, leaf: Leaf, now_ms: int, anywhere: bool = False, apart: bool = True, like: Sequence[str] = ()
+    ) -> Request:
+        """What one unit asks for. `anywhere`: it is where it is. `like`: nodes of its gang, of whose GPU models it is to be."""
         res, unit = leaf.resources, leaf.unit
-        nodes = None if anywhere else self._allowed(job, leaf, now_ms)
+        nodes = None if anywhere else self._allowed(job, leaf, now_ms, like)
         if nodes is not None:
             self._choosy[job.id] = None
-        apart = None
-        if unit > 1 and not anywhere and self._could_share(unit, res.gpus):
-            apart = Affinity((("gangline/gang", f"{job.id}/{leaf.index}"),), repel="hostname")
+        affinity = None
+        if unit > 1 and apart and self._could_share(unit, res.gpus):
+            affinity = Affinity((("gangline/gang", f"{job.id}/{leaf.index}"),), repel="hostname")
         request = Request(
             count=unit if res.shares_gpu else unit * res.gpus, milli=res.gpu_share_milli or (0 if res.gpu_memory_mib else GPU),
             memory_mib=res.gpu_memory_mib, stacked=res.shares_gpu and unit > 1, mig=((res.mig, unit * res.mig_count),) if res.mig else (),
-            cpu_milli=unit * res.cpus_milli, memory_bytes=unit * res.memory_mib * _MIB, nodes=nodes, affinity=apart,
+            cpu_milli=unit * res.cpus_milli, memory_bytes=unit * res.memory_mib * _MIB, nodes=nodes, affinity=affinity,
         )  # fmt: skip
         return self.world.intern(request)
 
@@ -462,9 +516,12 @@ class Mirror:
         """Whether some node could take two units of a gang, which are to be on different nodes."""
         return not gpus or max(self._by_size, default=0) >= 2 * unit * gpus
 
-    def _allowed(self, job: StateJob, leaf: Leaf, now_ms: int) -> tuple[str, ...] | None:
-        models = self._models(leaf)
-        if len(leaf.resources.gpu_models) > 1 and models:
+    def _allowed(self, job: StateJob, leaf: Leaf, now_ms: int, like: Sequence[str]) -> tuple[str, ...] | None:
+        if like:
+            models = tuple(sorted({_model(self._nodes[n]) for n in like})) if leaf.resources.gpus and len(self._by_model) > 1 else ()
+        else:
+            models = self._models(leaf)
+        if len(leaf.resources.gpu_models) > 1 and models and not like:
             self._undecided.setdefault(job.id, {})[leaf.index] = models
         avoid = {n for n, until in job.avoid.items() if until > now_ms}
         if not models and not avoid:
@@ -531,7 +588,7 @@ class Mirror:
         devices = tuple(sorted(positions[g] for g in gpus if g in positions))
         return Place(self.world.node_by_name[node_id], devices, milli)
 
-    def _place_of(self, node_id: str, ranks: list[StateRank]) -> Place:
+    def _place_of(self, node_id: str, ranks: Sequence[PlacedRank]) -> Place:
         """Return where ranks of one leaf are that make one unit."""
         share = ranks[0].share
         if share is None or not share.mig:
@@ -543,22 +600,36 @@ class Mirror:
 
     # ---------------------------------------------------------------- what a session's places mean
 
-    def placement(self, job: StateJob, places: Iterable[tuple[Rank, Place]]) -> Placement:
-        """Return the placement of a gang whose units got these places.
+    def resized(self, job: StateJob, engine: Job) -> Placement:
+        """Return the placement that a session leaves a gang with: units that stay, with the devices that they have, and new ones."""
+        working = [r for r in engine.ranks if r.state in ACTIVE]
+        known = self._units_of[job.id]
+        stay = [(r.podset.name, known[r.index]) for r in working if r.index in known]
+        return self.placement(job, [(r, r.place) for r in working if r.index not in known and r.place is not None], stay)
+
+    def placement(
+        self, job: StateJob, places: Iterable[tuple[Rank, Place]], stay: Iterable[tuple[str, _Unit]] = ()
+    ) -> Placement:
+        """Return the placement of a gang whose units got these places; `stay` are units that have theirs, with the paths of their leaves.
 
         The ranks of each role ascend through the domains of its topology, and through the nodes there (docs/topology.md).
         """
         by_path: dict[str, dict[str, list[Place]]] = {}
         for rank, place in places:
             by_path.setdefault(rank.podset.name, {}).setdefault(place.node.name, []).append(place)
+        there: dict[str, dict[str, list[Given]]] = {}
+        for path, (node_id, some) in stay:
+            there.setdefault(path, {}).setdefault(node_id, []).extend((r.gpus, r.share) for r in some)
         parts: dict[str, list[PlacedRank]] = {}
         sizes: list[int] = []
         number = 0
         for leaf, topology in _with_topologies(tree(job.spec), job.spec.topology.name):
-            by_node = by_path.get(leaf.path, {})
+            by_node, staying = by_path.get(leaf.path, {}), there.get(leaf.path, {})
             before = number
-            for node_id in sorted(by_node, key=lambda n: self._way_to(n, topology)):
-                got = placed_devices(leaf, by_node[node_id], self._gpus[node_id])
+            for node_id in sorted({**by_node, **staying}, key=lambda n: self._way_to(n, topology)):
+                got = list(placed_devices(leaf, by_node[node_id], self._gpus[node_id])) if node_id in by_node else []
+                if node_id in staying:
+                    got = sorted([*staying[node_id], *got], key=lambda given: given[0])
                 parts.setdefault(node_id, []).extend(PlacedRank(number + i, gpus, share) for i, (gpus, share) in enumerate(got))
                 number += len(got)
             sizes.append(number - before)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, next_chunk, waiting
+from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, growing, next_chunk, waiting
 from gangline.core.policy.lostwork import victim_keys
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
@@ -229,11 +229,13 @@ class _Reversed:
         return hash(self.text)
 
 
-def waiting_order(world: World) -> JobOrder:
-    """Return all jobs that wait, in order."""
+def waiting_order(world: World, growth: bool = False) -> JobOrder:
+    """Return all jobs that wait, in order; or those that run and would grow (grow.py)."""
     order = JobOrder(world)
     for queue, groups in world.waiting_groups().items():
         for signature, group in groups.items():
+            if growing(group[0][1]) is not growth:
+                continue
             vector = charge_of(next_chunk(group[0][1], waiting), world.smallest_device_mib)
             order.push_group(queue, signature, group, vector)
     return order

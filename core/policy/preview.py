@@ -17,13 +17,20 @@ from gangline.core.policy.report import Notes
 from gangline.core.policy.world import World
 
 
+def _due(job: Job) -> int:
+    """How many of its ranks must have a place afterwards. What a gang that grows (grow.py) loses beyond its minimum, it may lose for good."""
+    if not job.grows:
+        return job.active
+    return sum(min(p.active, p.min_ranks) for p in job.podsets)
+
+
 def in_vain(world: World, placer: Placer, notes: Notes) -> list[Job]:
     """Return the jobs for which evictions of this session would be in vain, or would cost one its place who was to be moved only."""
     if not notes.served:
         return []
     changed = world.changes()
     moved = [(r.job, world.jobs[notes.causes[r][1]]) for r in changed if r.state is RankState.EVICTED and r.reservation is not None]
-    had = {job: job.active for job in [*notes.served, *(job for job, _ in moved)]}
+    had = {job: _due(job) for job in [*notes.served, *(job for job, _ in moved)]}
     shares = [(q, q.fair_share) for q in world.queues.values()]
     mark = world.checkpoint()
     for rank in changed:

@@ -61,7 +61,7 @@ def _candidates(world: World, reclaimer: Queue, need: Vector, mig: bool) -> list
     for mine in reclaimer.path:
         for other in mine.parent.children if mine.parent is not None else world.roots():
             if other is not mine:
-                (gives if _may_take(mine, other, other.allocated, mine.allocated, need) else moves).append(other)
+                (gives if may_take(mine, other, other.allocated, mine.allocated, need) else moves).append(other)
     free = world.free_later()
     short = any(need[r] > free[r] for r in range(3)) if not gives else bool(need[0]) and free[0] == 0
     queues = gives if short and not (mig or world.has_mig) else [*gives, *moves]
@@ -82,7 +82,7 @@ def _fair(reclaimer: Queue, start: dict[Queue, Vector], lost: list[tuple[Job, Ve
     losers: dict[Queue, None] = {}
     for job, vector in lost:
         split = path_split(reclaimer, job.queue)
-        if split is None or not _may_take(split[0], split[1], left[split[1]], start[split[0]], need):
+        if split is None or not may_take(split[0], split[1], left[split[1]], start[split[0]], need):
             return False
         for queue in job.queue.path:
             left[queue] = subtract(left[queue], vector)
@@ -96,8 +96,8 @@ def _fair(reclaimer: Queue, start: dict[Queue, Vector], lost: list[tuple[Job, Ve
     return True
 
 
-def _may_take(mine: Queue, other: Queue, has: Vector, allocated: Vector, need: Vector) -> bool:
-    """Rule 2, for a victim's side that has `has` left and a reclaimer's side that was allocated `allocated`."""
+def may_take(mine: Queue, other: Queue, has: Vector, allocated: Vector, need: Vector) -> bool:
+    """Whether rule 2 holds, for a victim's side that has `has` left and a reclaimer's side that was allocated `allocated`."""
     if not within(has, other.allocatable):
         return True
     return within(add(allocated, need), mine.quota) and not within(has, other.quota)

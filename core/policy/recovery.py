@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from gangline.core.model import events as ev
 from gangline.core.model.fold import row_of_failures
 from gangline.core.model.state import Job, Node, Part, Rank, State
-from gangline.core.policy import admission, ageing
+from gangline.core.policy import admission, ageing, resize
+from gangline.core.policy.sizes import present
 
 #: a node that has not prepared, or not started its ranks, in this time is charged with it; the old generation's grace comes on top
 PREPARE_TIMEOUT_MS = 60_000
@@ -33,7 +34,7 @@ def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     """Return the decision that the job's situation calls for now, or None."""
     step = _next_step(state, job, now_ms)
     # What a node that is away may still run (on_disconnect: keep) must not run anywhere else, until it is back or proven to be dead.
-    return None if isinstance(step, ev.GangRequeued | ev.GangPlaced) and _is_away(state, job) else step
+    return None if isinstance(step, ev.GangRequeued | ev.GangPlaced | ev.GangResizing) and _is_away(state, job) else step
 
 
 def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
@@ -47,14 +48,16 @@ def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
         return None
     # 1. Nodes that are gone take the whole gang with them.
     lost = _lost_nodes(state, job)
-    if lost:
-        return _node_failure(job, lost, now_ms)
+    if lost and not resize.goes_on_without(job, lost, now_ms):
+        return _node_failure(state, job, lost, now_ms)
     # 2. A restart in place that has waited long enough.
     if job.state == "restarting":
         return _place_again(state, job, now_ms)
-    # 3. A gang that was asked to leave, and has saved its work or run out of time.
+    # 3. A gang that was asked to leave, or to go on with another number of ranks, and has saved its work or run out of time.
     if job.state == "preempting":
         return _leave(job, now_ms)
+    if job.state == "resizing":
+        return resize.next_step(state, job, now_ms)
     # 4. Ranks that ended badly, then a gang that is done.
     failed = _first_failure(job)
     if failed is not None:
@@ -66,7 +69,7 @@ def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
         message = f"ran for its time limit of {job.spec.time_limit_s:g} s"
         return ev.GangFinished(job=job.id, outcome="failed", cause="time_limit", message=message)
     # 6. The barrier.
-    step = _barrier(job, now_ms)
+    step = _barrier(state, job, now_ms)
     if step is not None:
         return step
     # 7. Nodes that an operator wants empty, and gangs that somebody wants back in the queue.
@@ -89,8 +92,10 @@ def _moments(state: State, job: Job) -> Iterator[int]:
         yield job.not_before_ms
     if job.state == "queued":
         yield from job.avoid.values()
-    if job.state == "preempting" and job.notice is not None:
+    if job.state in ("preempting", "resizing") and job.notice is not None:
         yield job.notice.deadline_ms
+    if (grows_ms := resize.grows_from_ms(job)) is not None:
+        yield grows_ms
     if job.state in ("placed", "preparing", "running"):
         yield _prepare_deadline(job)
         if job.spec.restart.on_rank_failure == "rank":
@@ -122,7 +127,7 @@ def _lost_nodes(state: State, job: Job) -> list[str]:
     return [n for n, part in job.parts.items() if part.dead or n not in state.nodes]
 
 
-def _node_failure(job: Job, lost: list[str], now_ms: int) -> ev.LogEvent:
+def _node_failure(state: State, job: Job, lost: list[str], now_ms: int) -> ev.LogEvent:
     names = ", ".join(lost)
     message = f"node {names} lost" if len(lost) == 1 else f"nodes {names} lost"
     if job.spec.restart.on_node_failure == "fail":
@@ -130,9 +135,12 @@ def _node_failure(job: Job, lost: list[str], now_ms: int) -> ev.LogEvent:
     # Ranks of a dying node fail a little before it is known to be lost, and those of its neighbours with them.
     recent = job.restart is not None and now_ms - job.restart.failed_at_ms < SAME_OUTAGE_MS
     disguised = recent and job.restart is not None and job.restart.failure_class == "application" and not job.running_since_ms
-    return ev.GangRequeued(
+    lost_ranks = tuple(r for n in lost for r in job.parts[n].ranks)
+    # What is left of an elastic gang goes on at once, if it is enough.
+    smaller = resize.go_on_without(state, job, lost, "node_lost", message, now_ms, lost_ranks=lost_ranks, forgive=disguised)
+    return smaller or ev.GangRequeued(
         job=job.id, generation=job.generation, cause="node_lost", failure_class="infrastructure", message=message,
-        lost_ranks=tuple(r for n in lost for r in job.parts[n].ranks), lost_nodes=tuple(lost), forgive=disguised,
+        lost_ranks=lost_ranks, lost_nodes=tuple(lost), forgive=disguised,
     )  # fmt: skip
 
 
@@ -151,10 +159,8 @@ def _place_again(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
             job=job.id, generation=job.generation, cause="drain", failure_class="infrastructure",
             message="a node of the gang is being drained, so it restarts elsewhere",
         )  # fmt: skip
-    parts = tuple(
-        ev.PlacedPart(node, tuple(ev.PlacedRank(n, r.gpus, r.share) for n, r in part.ranks.items())) for node, part in job.parts.items()
-    )
-    return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=parts, reason="restart in place", role_sizes=job.role_sizes)
+    parts, role_sizes = present(job)
+    return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=parts, reason="restart in place", role_sizes=role_sizes)
 
 
 # ---------------------------------------------------------------- 3. asked to leave
@@ -168,8 +174,9 @@ def _leave(job: Job, now_ms: int) -> ev.LogEvent | None:
         return None
     how = "saved its work" if gone else f"did not acknowledge within {job.notice.grace_s:g} s"
     return ev.GangRequeued(
-        job=job.id, generation=job.generation, cause=job.notice.cause, failure_class="infrastructure", message=f"{job.notice.message}; it {how}"
-    )
+        job=job.id, generation=job.generation, cause=job.notice.cause, failure_class="infrastructure",
+        message=f"{job.notice.message}; it {how}", failed_at_ms=now_ms,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- 4. failed ranks
@@ -264,7 +271,7 @@ def _signal_name(number: int) -> str:
 # ---------------------------------------------------------------- 6. the barrier
 
 
-def _barrier(job: Job, now_ms: int) -> ev.LogEvent | None:
+def _barrier(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     if job.state not in ("placed", "preparing", "running"):
         return None
     broken = {n: p.failed for n, p in job.parts.items() if p.failed}
@@ -282,10 +289,11 @@ def _barrier(job: Job, now_ms: int) -> ev.LogEvent | None:
     if job.prepare_failures + 1 >= PREPARE_ATTEMPTS:
         message = f"{message}; {PREPARE_ATTEMPTS} placements in a row failed, so the job is to blame"
         return ev.GangFinished(job=job.id, outcome="failed", cause="prepare_failed", message=message)
-    return ev.GangRequeued(
-        job=job.id, generation=job.generation, cause="prepare_failed", failure_class="infrastructure", message=message,
-        avoid=tuple((n, now_ms + AVOID_MS) for n in broken),
-    )  # fmt: skip
+    avoid = tuple((n, now_ms + AVOID_MS) for n in broken)
+    smaller = resize.go_on_without(state, job, broken, "prepare_failed", message, now_ms, avoid=avoid)
+    return smaller or ev.GangRequeued(
+        job=job.id, generation=job.generation, cause="prepare_failed", failure_class="infrastructure", message=message, avoid=avoid
+    )
 
 
 def _has_done_its_part(job: Job, part: Part) -> bool:

@@ -17,6 +17,8 @@ from gangline.core.policy.world import World
 
 #: label of a node that says of which model its GPUs are; no declared topology can have it as a level
 MODEL_LEVEL = "gangline/gpu-model"
+#: codes of gangs that more room would help
+ROOM = frozenset({"not_enough_gpus", "not_enough_cpus", "not_enough_memory", "fragmented", "no_domain_fits"})
 
 
 @dataclass(frozen=True)

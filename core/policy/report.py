@@ -10,7 +10,7 @@ from gangline.core.policy.nodes import Place
 from gangline.core.policy.refusals import Refusal
 
 #: the passes, by name
-Action = Literal["allocate", "consolidate", "reclaim", "preempt", "evict-stale-gangs"]
+Action = Literal["allocate", "consolidate", "reclaim", "preempt", "evict-stale-gangs", "grow"]
 ACTIONS: tuple[Action, ...] = ("allocate", "consolidate", "reclaim", "preempt", "evict-stale-gangs")
 
 

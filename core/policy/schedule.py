@@ -1,11 +1,12 @@
 """The passes, run on the mirror of the state: what they decide, as events.
 
-    state ─▶ mirror ─▶ allocate, reclaim, preempt ─▶ gang_placed, gang_preempting, gangs_deferred
+    state ─▶ mirror ─▶ allocate, reclaim, preempt, grow ─▶ gang_placed, gang_preempting, gang_resizing, gangs_deferred
 
-A gang that has to make room is asked to leave (`gang_preempting`), with its own grace; it is queued again when it has left, and then competes
-for a place in the order of the queues. What it leaves is earmarked for the gang that it makes room for (earmarks.py). Gangs are placed whole by
-construction, so there are no stale ones to evict. Consolidation is left out: it would restart gangs that nobody else is entitled to disturb, and
-that is worth it only where the loss of their work is known.
+A gang that has to make room gives up what it can do without (`gang_resizing`, resize.py), if that is enough. Otherwise it is asked to leave
+(`gang_preempting`), with its own grace; it is queued again when it has left, and then competes for a place in the order of the queues. What it
+leaves is earmarked for the gang that it makes room for (earmarks.py). Gangs are placed whole by construction, so there are no stale ones to
+evict. Consolidation is left out: it would restart gangs that nobody else is entitled to disturb, and that is worth it only where the loss of
+their work is known.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from gangline.core.model import events as ev
-from gangline.core.model.state import State
-from gangline.core.policy import gangs
+from gangline.core.model.state import Job, State
+from gangline.core.policy import gangs, resize, sizes
 from gangline.core.policy.earmarks import earmarked
 from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
@@ -25,7 +26,7 @@ from gangline.core.policy.report import Action, Decisions
 from gangline.core.policy.session import run_session
 
 #: the passes that change the cluster, in order
-PASSES: tuple[Action, ...] = ("allocate", "reclaim", "preempt")
+PASSES: tuple[Action, ...] = ("allocate", "reclaim", "preempt", "grow")
 #: waiting gangs are looked at again after this time although nothing has happened: the protection of those that run may have ended
 LOOK_AGAIN_MS = 15_000
 #: why a gang is asked to leave, by the pass that needs its place
@@ -81,8 +82,8 @@ def _blamed(traceback: TracebackType | None) -> str:
 
 
 def _events(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
-    placed = _placed(state, mirror, decisions)
-    return [*placed, *_evicted(state, decisions, now_ms), *_deferred(state, mirror, decisions)]
+    moved = [*_evicted(state, mirror, decisions, now_ms), *_grown(state, mirror, decisions, now_ms)]
+    return [*_placed(state, mirror, decisions), *moved, *_deferred(state, mirror, decisions)]
 
 
 def _placed(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
@@ -92,23 +93,47 @@ def _placed(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEv
     out: list[ev.LogEvent] = []
     for job_id, found in places.items():
         job = state.jobs[job_id]
+        if job.active:
+            continue  # it grows
         why = "first in order that fits" if job.restart is None else f"placed again after {job.restart.cause}"
         if job_id in mirror.world.first:
             why = "on the room that was made for it"
-        parts, role_sizes = mirror.placement(job, found)
+        placement = mirror.placement(job, found)
+        parts, role_sizes = sizes.cut(job.spec, placement) or placement
         out.append(ev.GangPlaced(job=job_id, generation=job.generation + 1, parts=parts, reason=why, role_sizes=role_sizes))
     return out
 
 
-def _evicted(state: State, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
-    """Whole gangs: what is left of one that lost ranks could not go on as it is."""
-    causes: dict[str, tuple[Action, str]] = {}
-    for e in decisions.evictions:
-        causes.setdefault(e.rank.job.name, (e.action, e.beneficiary))
+def _grown(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
+    """Gangs that go on with more ranks than they run with."""
     out: list[ev.LogEvent] = []
-    for job_id, (action, beneficiary) in causes.items():
+    for engine in dict.fromkeys(p.rank.job for p in decisions.placements):
+        job = state.jobs[engine.name]
+        larger = _working(state, mirror, job, engine) if job.active else None
+        if larger is not None and larger.ranks > job.world_size:
+            out.append(resize.grow(job, larger, now_ms))
+    return out
+
+
+def _working(state: State, mirror: Mirror, job: Job, engine: gangs.Job) -> sizes.Placement | None:
+    """Return the placement of the ranks that have a place after the session, cut to a size that the gang may have; None: too few."""
+    return resize.cut_to_fit(state, job, mirror.resized(job, engine))
+
+
+def _evicted(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
+    """Gangs that make room: with what they can do without, if that is enough, or whole."""
+    causes: dict[gangs.Job, tuple[Action, str]] = {}
+    for e in decisions.evictions:
+        causes.setdefault(e.rank.job, (e.action, e.beneficiary))
+    out: list[ev.LogEvent] = []
+    for engine, (action, beneficiary) in causes.items():
+        job_id = engine.name
         job = state.jobs[job_id]
         cause, message = _CAUSES[action], f"makes room for {_called(state, beneficiary)}"
+        smaller = _working(state, mirror, job, engine) if sizes.is_elastic(job.spec) else None
+        if smaller is not None:
+            out.append(resize.shrink(job, smaller, message, beneficiary, now_ms))
+            continue
         if job.state == "restarting":
             out.append(
                 ev.GangRequeued(

@@ -16,6 +16,7 @@ from gangline.core.policy.allocate import allocate
 from gangline.core.policy.consolidate import consolidate
 from gangline.core.policy.earmarks import serve
 from gangline.core.policy.gangs import Job, RankState
+from gangline.core.policy.grow import grow
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.potential import turned
 from gangline.core.policy.preempt import preempt
@@ -50,7 +51,7 @@ def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Place
         world.rollback(start)
         barred |= dict.fromkeys(vain)
     notes = Notes(barred)
-    _run(world, [a for a in actions if a in ("allocate", "evict-stale-gangs")], placer, notes)
+    _run(world, [a for a in actions if a in ("allocate", "evict-stale-gangs", "grow")], placer, notes)
     return _decisions(world, notes)
 
 
@@ -66,6 +67,8 @@ def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) 
             reclaim(world, placer, notes)
         elif action == "preempt":
             preempt(world, placer, notes)
+        elif action == "grow":
+            grow(world, placer, notes)
         else:
             evict_stale_gangs(world, notes)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from gangline.core.policy.gangs import Job, Rank, alive, next_chunk, waiting
+from gangline.core.policy.gangs import Job, Rank, alive, growing, next_chunk, waiting
 from gangline.core.policy.queues import Queue
 
 #: what decides how a job's next chunk is placed: equal signatures in one queue succeed or fail together
@@ -75,10 +75,10 @@ def signature_of(job: Job, chunk: list[Rank]) -> Signature:
     alike = all(r.request.number == first for r in chunk)
     what: object = (first, len(chunk)) if alike and job.single else tuple((r.podset.name, r.request.number) for r in chunk)
     own = "" if job.plain or not (job.active or any(r.request.affinity for r in chunk)) else job.name
-    placed: Signature = (job.preemptible, job.shape, what, own)
+    placed: Signature = (job.preemptible, job.shape, what, own, growing(job))
     return (*placed, job.user) if job.queue.user_fairness else placed
 
 
 def placed_alike(signature: Signature) -> Signature:
     """Return what of a signature decides how jobs are placed: everything but the user."""
-    return signature[:4]
+    return signature[:5]

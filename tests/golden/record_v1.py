@@ -19,7 +19,7 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import apply, apply_frame, seal
 from gangline.core.model.gpushares import GpuShare, MigSlice
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
-from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import state_digest
 from gangline.core.model.topologies import Topology
@@ -209,7 +209,31 @@ def record() -> list[bytes]:
     for job in ("half", "mig"):
         r.frame(ev.GangFinished(job=job, outcome="cancelled", cause="stopped", message="stopped by ada"))
     r.frame(ev.PartReleased(job="half", node="n4"), ev.PartReleased(job="mig", node="n4"))
+    _resize(r)
     return r.frames
+
+
+def _resize(r: Recorder) -> None:
+    """A gang of four ranks goes on with two, and is about to get four again."""
+    wide = JobSpec(command=("true",), gang=Gang(ranks=4, min_ranks=2, ranks_per_node=2), elastic=Elastic(grow_after_s=60.0, step=2))
+    r.frame(ev.JobSubmitted(job="wide", spec=wide))
+    parts = tuple(ev.PlacedPart(n, (ev.PlacedRank(2 * i, ()), ev.PlacedRank(2 * i + 1, ()))) for i, n in enumerate(("n1", "n3")))
+    r.frame(ev.GangPlaced(job="wide", generation=1, parts=parts))
+    r.frame(*(ev.NodePrepared(job="wide", generation=1, node=n, address=n, port=29_503) for n in ("n1", "n3")))
+    r.frame(ev.GangReleased(job="wide", generation=1, master_addr="n1", master_port=29_503))
+    r.frame(*(ev.RanksStarted(job="wide", generation=1, node=n, ranks=ranks) for n, ranks in (("n1", (0, 1)), ("n3", (2, 3)))))
+    resize = {"job": "wide", "grace_s": 30.0, "deadline_ms": r.at_ms + 32_000}
+    r.frame(
+        ev.GangResizing(
+            generation=1, parts=parts[:1], cause="shrink", message="makes room for near", beneficiary="near",
+            avoid=(("n3", r.at_ms + 1),), **resize,
+        )
+    )  # fmt: skip
+    r.frame(ev.StopAcknowledged(job="wide", generation=1, node="n1"), ev.StopAcknowledged(job="wide", generation=1, node="n3"))
+    r.frame(ev.GangPlaced(job="wide", generation=2, parts=parts[:1], reason="makes room for near"))
+    r.frame(ev.PartReleased(job="wide", node="n3"))
+    r.frame(ev.RanksStarted(job="wide", generation=2, node="n1", ranks=(0, 1)))
+    r.frame(ev.GangResizing(generation=2, parts=parts, cause="grow", message="there is room", **resize))
 
 
 def main() -> None:

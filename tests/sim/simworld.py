@@ -26,7 +26,7 @@ from gangline.core.model.codec import decode_frame
 from gangline.core.model.fold import apply_frame
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.gpushares import GpuUse, uses_of
-from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import Node, State
 from gangline.core.model.statecodec import dump_state, state_digest
 from gangline.core.store.api import StoreError
@@ -173,7 +173,8 @@ class World:
         rng = self.rng
         ranks = rng.choice((1, 1, 2, 3, 4, 6, 8, 8))
         per_node = rng.choice((0, 0, 2)) if ranks % 2 == 0 else 0
-        gang = Gang(ranks, ranks if rng.random() < 0.7 else max(1, ranks // 2), per_node)
+        unit = per_node or 1
+        gang = Gang(ranks, ranks if rng.random() < 0.5 else max(unit, ranks // 2 // unit * unit), per_node)
         restart = Restart(
             on_rank_failure=rng.choice(("gang", "gang", "rank", "never")), on_node_failure=rng.choice(("reschedule",) * 4 + ("fail",)),
             max_restarts=rng.choice((1, 3, 100)), backoff_initial_s=rng.choice((0.0, 0.5, 3.0)), backoff_max_s=10.0,
@@ -183,7 +184,8 @@ class World:
         fits = gang.min_ranks <= 2 * per_node if per_node else gang.min_ranks * most <= 2 * GPUS
         near = rng.choice(("", "", "preferred", "required" if fits else "preferred"))
         return JobSpec(
-            ("train",), gang=gang, topology=TopologyRequest(**({near: "rack"} if near else {})), priority=rng.choice((10, 50, 150)),
+            ("train",), gang=gang, elastic=Elastic(rng.choice((1.0, 5.0, 20.0))),
+            topology=TopologyRequest(**({near: "rack"} if near else {})), priority=rng.choice((10, 50, 150)),
             preemptible=rng.random() < 0.7, restart=restart,
             resources=devices,
             time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),

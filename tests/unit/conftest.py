@@ -68,7 +68,8 @@ def registration(node: str, gpus: int = 4) -> Registration:
 
 
 def spec(ranks: int = 1, gpus: int = 1, name: str = "") -> JobSpec:
-    return JobSpec(command=("python", "train.py"), name=name, gang=Gang(ranks=ranks, min_ranks=ranks), resources=Resources(gpus=gpus))
+    gang = Gang(ranks=ranks, min_ranks=ranks if ranks < 4 else ranks // 2)
+    return JobSpec(command=("python", "train.py"), name=name, gang=gang, resources=Resources(gpus=gpus))
 
 
 def placement(state: State, job: Job, rng: random.Random) -> ev.GangPlaced | None:
@@ -88,6 +89,25 @@ def placement(state: State, job: Job, rng: random.Random) -> ev.GangPlaced | Non
     if rank < job.spec.gang.ranks:
         return None
     return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=tuple(parts), reason="fits")
+
+
+def resizing(state: State, job: Job, rng: random.Random) -> ev.GangResizing:
+    """Return another size for a gang: some of its nodes, and some of what is free beside them. Not all of these are legal."""
+    gang, gpus = job.spec.gang, job.spec.resources.gpus
+    size, number, parts = rng.randint(gang.min_ranks, gang.ranks), 0, []
+    for node in rng.sample(list(state.nodes.values()), len(state.nodes)):
+        own = [g for r in job.parts[node.id].ranks.values() for g in r.gpus] if node.id in job.parts else []
+        devices = [*own, *node.free_gpus] if rng.random() < 0.5 else own
+        count = min(size - number, len(devices) // gpus if gpus else rng.randint(0, 2))
+        if count > 0:
+            ranks = (ev.PlacedRank(number + i, tuple(sorted(devices[i * gpus : (i + 1) * gpus]))) for i in range(count))
+            parts.append(ev.PlacedPart(node.id, tuple(ranks)))
+            number += count
+    return ev.GangResizing(
+        job=job.id, generation=job.generation, parts=tuple(parts), cause=rng.choice(["grow", "shrink", "node_lost", "prepare_failed"]),
+        message="m", deadline_ms=state.at_ms + rng.choice([0, 30_000]), grace_s=30.0, beneficiary=rng.choice([*state.jobs, ""]),
+        forgive=rng.random() < 0.2,
+    )  # fmt: skip
 
 
 def declaration(rng: random.Random) -> ev.QueuesDeclared:
@@ -163,10 +183,14 @@ def _proposals_for(state: State, job: Job, rng: random.Random) -> Iterator[ev.Lo
         if running and rng.random() < 0.3:
             exits = tuple(ev.RankExit(r, part.ranks[r].generation, rng.choice([0, 1, -9])) for r in running)
             yield ev.RanksExited(job=j, node=node, exits=exits)
-        if job.state == "preempting":
+        if job.state in ("preempting", "resizing"):
             yield ev.StopAcknowledged(job=j, generation=g, node=node)
     exited = tuple(r for p in job.parts.values() for r, x in p.ranks.items() if x.exited)
     failure = {"job": j, "generation": g, "cause": "rank_failed", "failure_class": rng.choice(["application", "infrastructure"]), "message": "m"}
+    if rng.random() < 0.15:
+        yield resizing(state, job, rng)
+    if job.resize is not None and rng.random() < 0.4:
+        yield ev.GangPlaced(job=j, generation=g + 1, parts=job.resize.parts)
     choice = rng.randrange(12)
     if choice == 0:
         yield ev.GangReleased(job=j, generation=g, master_addr="n0", master_port=29_500)

@@ -63,6 +63,19 @@ EXAMPLES: list[tuple[ev.LogEvent, str]] = [
         "asked to checkpoint and leave within 30 s: node n1 is drained",
     ),
     (
+        ev.GangResizing(
+            job="j1", generation=1, parts=(part("n1", 0, 8),), cause="shrink", message="makes room for j9", deadline_ms=9, grace_s=30.0
+        ),
+        "asked to checkpoint within 30 s, to go on with 8 ranks on n1: makes room for j9",
+    ),
+    (
+        ev.GangResizing(
+            job="j1", generation=1, parts=(part("n1", 0, 8),), cause="prepare_failed", message="n2 could not prepare", deadline_ms=9,
+            grace_s=0.0, avoid=(("n2", 5),),
+        ),
+        "goes on with 8 ranks on n1: n2 could not prepare (not on n2 for now)",
+    ),
+    (
         ev.GangRequeued(
             job="j1", generation=1, cause="node_lost", failure_class="infrastructure", message="node n2 lost", lost_nodes=("n2",),
             avoid=(("n2", 5),),

@@ -17,7 +17,7 @@ from gangline.core.model.units import format_duration
 
 Row = Mapping[str, Any]
 #: states of jobs that are not over
-ACTIVE = "queued,placed,preparing,running,restarting,preempting"
+ACTIVE = "queued,placed,preparing,running,restarting,preempting,resizing"
 
 
 def ago(at_ms: int | None) -> str:
