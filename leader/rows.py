@@ -22,7 +22,7 @@ HIDDEN = "(hidden)"
 
 
 #: a job as a list shows it: an array waits until one of its elements has run
-ShownState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "finished"]
+ShownState = Literal["queued", "placed", "preparing", "running", "restarting", "preempting", "resizing", "finished"]
 SHOWN_STATES: frozenset[str] = frozenset(get_args(ShownState))
 
 
