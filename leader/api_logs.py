@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import web
 
 from gangline.core.model.arrays import element_id, indices_from
+from gangline.core.model.roles import asked
 from gangline.core.model.state import Job, Rank, State
 from gangline.leader.api_context import Context, Stream
 from gangline.leader.api_http import Params, Refusal
@@ -49,8 +50,8 @@ class LogRoutes:
         if job.elements is not None:
             first = next(indices_from(job.spec.array, 0)) if job.spec.array is not None else 0
             raise Refusal(409, "is_array", f"{job.id} is an array: its elements print, each for itself, as {element_id(job.id, first)}")
-        if rank >= job.spec.gang.ranks:
-            raise Refusal(404, "no_such_rank", f"{job.id} has ranks 0 to {job.spec.gang.ranks - 1}")
+        if rank >= asked(job.spec).ranks:
+            raise Refusal(404, "no_such_rank", f"{job.id} has ranks 0 to {asked(job.spec).ranks - 1}")
         if follow:
             async with self._context.stream_slot():
                 return await _Follower(self._context, request, job.id, rank, generation, query).run()

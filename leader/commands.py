@@ -15,6 +15,7 @@ from gangline.core.model.fold import stranded
 from gangline.core.model.naming import as_job, find_id
 from gangline.core.model.nearest import nearest
 from gangline.core.model.queues import Declaration, QueueSpec, QueueTree
+from gangline.core.model.roles import topologies_asked
 from gangline.core.model.spec import Dependency, JobSpec, TopologyRequest
 from gangline.core.model.state import Job, State
 from gangline.core.model.topologies import Topology, changes, levels_by_name
@@ -144,7 +145,8 @@ def _submit(state: State, c: Submit) -> ev.LogEvent | Accepted:
         message = f"the name {c.spec.name} belongs to {holder}, which is {state.jobs[holder].state}; stop it or take another"
         raise Refused(409, "name_in_use", message)
     _check_queue(state.queues, c.spec.queue)
-    _check_topology(state.queues.declaration.topologies, c.spec.topology)
+    for asked in topologies_asked(c.spec):
+        _check_topology(state.queues.declaration.topologies, asked)
     spec = _with_known_jobs(state, c.spec)
     return ev.JobSubmitted(
         job=c.job, spec=spec, user=c.user, idempotency_key=c.idempotency_key, body_digest=c.body_digest, trace_id=c.trace_id
@@ -192,8 +194,8 @@ def _check_topology(topologies: tuple[Topology, ...], asked: TopologyRequest) ->
     levels = levels_by_name(topologies, ()).get(asked.name)
     if levels is None:
         raise Refused(404, "no_such_topology", f"there is no topology {asked.name}; {_which(asked.name, [t.name for t in topologies])}")
-    for level in (asked.required, asked.preferred):
-        if level and level not in levels:
+    for level in asked.levels():
+        if level not in levels:
             raise Refused(404, "no_such_topology", f"topology {asked.name} has no level {level}; {_which(level, list(levels))}")
 
 

@@ -88,4 +88,4 @@ def _reason(why: Refusal) -> ReasonRow:
 
 def _displaced(state: State, job_id: str, action: str) -> DisplacedRow:
     job = state.jobs[job_id]
-    return DisplacedRow(job.id, job.spec.name, job.user, job.spec.queue, job.world_size * job.spec.resources.gpus, action)
+    return DisplacedRow(job.id, job.spec.name, job.user, job.spec.queue, job.holds().gpus, action)

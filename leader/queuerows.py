@@ -8,6 +8,7 @@ import msgspec
 
 from gangline.core.model.arrays import to_come
 from gangline.core.model.queues import Amounts, QueueSpec, QueueState, QueueTree, Weights, amount
+from gangline.core.model.roles import asked
 from gangline.core.model.state import Job, State
 from gangline.core.model.topologies import Topology, levels_by_name
 
@@ -92,14 +93,14 @@ def queue_rows(state: State) -> list[QueueRow]:
             else:
                 waits = pending.setdefault(path, PendingRow())
                 waits.jobs += 1
-                waits.gpus += job.spec.gang.ranks * job.spec.resources.gpus
+                waits.gpus += asked(job.spec).gpus
     for array in (state.jobs[job] for job in state.arrays):
         coming = to_come(array)
         for path in _accounts(tree, array) if coming else ():
             specs.setdefault(path, QueueSpec(path))
             waits = pending.setdefault(path, PendingRow())
             waits.jobs += coming
-            waits.gpus += coming * array.spec.gang.ranks * array.spec.resources.gpus
+            waits.gpus += coming * asked(array.spec).gpus
     lost: dict[str, int] = {}
     for queue, gpu_ms in state.lost_gpu_ms.items():
         for path in [spec.path for spec in tree.lineage(queue)] if queue in tree.specs else [queue]:
@@ -121,11 +122,11 @@ def _accounts(tree: QueueTree, job: Job) -> list[str]:
 
 
 def _hold(row: HeldRow, state: State, job: Job) -> None:
-    res = job.spec.resources
+    holds = job.holds()
     row.jobs += 1
-    row.gpus += job.world_size * res.gpus
-    row.cpus += job.world_size * res.cpus_milli / 1000
-    row.memory_mib += job.world_size * res.memory_mib
+    row.gpus += holds.gpus
+    row.cpus += holds.cpus_milli / 1000
+    row.memory_mib += holds.memory_mib
     for node_id, part in job.parts.items():
         node = state.nodes.get(node_id)
         models = {gpu.index: gpu.model for gpu in node.registration.gpus} if node is not None else {}

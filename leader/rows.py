@@ -13,7 +13,8 @@ import msgspec
 from gangline.core.model.arrays import array_text, count, indices_text, size, to_come
 from gangline.core.model.documents import RestartNotice
 from gangline.core.model.jobfile import to_json
-from gangline.core.model.spec import ArraySpec, JobSpec
+from gangline.core.model.roles import Leaf, asked, least, leaves
+from gangline.core.model.spec import ArraySpec, JobSpec, Role
 from gangline.core.model.state import Job, Node, Rank
 
 #: names of environment variables whose values are never shown: the log keeps what was submitted, the API does not repeat it
@@ -83,9 +84,28 @@ class RankRow(msgspec.Struct, frozen=True):
     """One rank of the current placement."""
 
     rank: int
+    #: "" in a job without roles
+    role: str
     gpus: tuple[int, ...]
     state: Literal["waiting", "running", "exited"]
     exit_code: int | None
+
+
+class RoleRow(msgspec.Struct, frozen=True):
+    """One role of a job, all of its replicas together."""
+
+    name: str
+    #: placed now, asked for, and the fewest that are worth starting
+    ranks: int
+    asked_ranks: int
+    min_ranks: int
+    #: placed now with all of their ranks, and asked for
+    replicas: int
+    asked_replicas: int
+    #: of each rank
+    gpus: int
+    #: where it is, in order of node rank
+    nodes: list[str]
 
 
 class PartRow(msgspec.Struct, frozen=True):
@@ -117,6 +137,8 @@ class WholeJob(JobRow, frozen=True):
     spec: dict[str, Any]
     cause: str | None
     exit_code: int | None
+    #: empty in a job without roles
+    roles: list[RoleRow]
     placement: list[PartRow]
     restarts: int
     last_restart: RestartNotice | None
@@ -162,10 +184,10 @@ class NodeRow(msgspec.Struct, frozen=True):
 def job_row(job: Job) -> JobRow:
     """Return the line of the job list."""
     spec = job.spec
-    ranks = job.world_size if job.parts else spec.gang.ranks
+    holds = job.holds() if job.parts else asked(spec)
     return JobRow(
-        job.id, spec.name, spec.queue, job.user, spec.priority, shown_state(job), job.outcome or None, job.generation, ranks,
-        ranks * spec.resources.gpus, list(job.parts), job.submitted_at_ms, job.started_at_ms or None, job.ended_at_ms or None, reason_of(job),
+        job.id, spec.name, spec.queue, job.user, spec.priority, shown_state(job), job.outcome or None, job.generation, holds.ranks,
+        holds.gpus, list(job.parts), job.submitted_at_ms, job.started_at_ms or None, job.ended_at_ms or None, reason_of(job),
         job.array or None, job.array_index if job.array else None, elements_row(job), job.held,
     )  # fmt: skip
 
@@ -196,12 +218,16 @@ def whole_job(job: Job) -> WholeJob:
     """Return everything about a job; its spec in the job file's words."""
     ended = job.state == "finished"
     deferral = job.deferral
+    every = leaves(job.spec)
     return WholeJob(
         **msgspec.structs.asdict(job_row(job)),
         spec=shown_spec(job.spec),
         cause=job.cause or None,
         exit_code=job.exit_code if ended else None,
-        placement=[PartRow(node, [_rank_row(r, rank) for r, rank in part.ranks.items()]) for node, part in job.parts.items()],
+        roles=_role_rows(job) if job.spec.roles else [],
+        placement=[
+            PartRow(node, [_rank_row(r, rank, every[rank.leaf].name) for r, rank in part.ranks.items()]) for node, part in job.parts.items()
+        ],
         restarts=job.restarts,
         last_restart=job.restart,
         step=job.step if job.step >= 0 else None,
@@ -257,9 +283,15 @@ def shown_spec(spec: JobSpec) -> dict[str, Any]:
 
 def without_secrets(spec: JobSpec) -> JobSpec:
     """Return the spec with the values of secret variables hidden."""
-    if not any(_SECRET.search(name) for name in spec.env):
-        return spec
-    return msgspec.structs.replace(spec, env={k: HIDDEN if _SECRET.search(k) else v for k, v in spec.env.items()})
+    return msgspec.structs.replace(spec, env=_hidden(spec.env), roles=tuple(map(_role_without_secrets, spec.roles)))
+
+
+def _role_without_secrets(role: Role) -> Role:
+    return msgspec.structs.replace(role, env=_hidden(role.env), roles=tuple(map(_role_without_secrets, role.roles)))
+
+
+def _hidden(env: dict[str, str]) -> dict[str, str]:
+    return {k: HIDDEN if _SECRET.search(k) else v for k, v in env.items()}
 
 
 def reason_of(job: Job) -> str:
@@ -287,6 +319,26 @@ def _array_reason(job: Job) -> str:
     return f"{job.deferral.message}; {text}" if job.deferral is not None else text
 
 
-def _rank_row(number: int, rank: Rank) -> RankRow:
+def _role_rows(job: Job) -> list[RoleRow]:
+    sizes = job.sizes() if job.parts else (0,) * len(leaves(job.spec))
+    nodes: dict[int, dict[str, None]] = {}
+    for node, part in job.parts.items():
+        for rank in part.ranks.values():
+            nodes.setdefault(rank.leaf, {})[node] = None
+    by_role: dict[int, list[tuple[Leaf, int, int]]] = {}
+    for leaf, there, fewest in zip(leaves(job.spec), sizes, least(job.spec), strict=True):
+        by_role.setdefault(leaf.role, []).append((leaf, there, fewest))
+    rows = []
+    for found in by_role.values():
+        leaf = found[0][0]
+        used = {node: None for each, _, _ in found for node in nodes.get(each.index, ())}
+        rows.append(RoleRow(
+            leaf.name, sum(size for _, size, _ in found), len(found) * leaf.gang.ranks, sum(fewest for _, _, fewest in found),
+            sum(size == leaf.gang.ranks for _, size, _ in found), len(found), leaf.resources.gpus, [n for n in job.parts if n in used],
+        ))  # fmt: skip
+    return rows
+
+
+def _rank_row(number: int, rank: Rank, role: str) -> RankRow:
     state: Literal["waiting", "running", "exited"] = "exited" if rank.exited else "running" if rank.started else "waiting"
-    return RankRow(number, rank.gpus, state, rank.exit_code if rank.exited else None)
+    return RankRow(number, role, rank.gpus, state, rank.exit_code if rank.exited else None)

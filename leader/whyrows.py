@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.documents import RestartNotice, StopNotice
+from gangline.core.model.roles import asked
 from gangline.core.model.state import Deferral, Job, State
 from gangline.core.policy.ageing import waiting_key
 from gangline.core.policy.capacity import ends_ms, impossible
@@ -221,7 +222,7 @@ def order_row(state: State, job: Job, now_ms: int) -> OrderRow:
         waiting += 1
         if waiting_key(state, other, now_ms) < key:
             ahead += 1
-            gpus += other.spec.gang.ranks * other.spec.resources.gpus
+            gpus += asked(other.spec).gpus
     return OrderRow(own, ahead + 1, max(waiting, ahead + 1), gpus)
 
 
@@ -252,7 +253,7 @@ def _holder(job: Job, now_ms: int) -> HolderRow:
 
 
 def _gpus(job: Job) -> int:
-    return job.world_size * job.spec.resources.gpus
+    return job.holds().gpus
 
 
 def _would_change(job: Job, deferral: Deferral | None, never: str) -> list[str]:

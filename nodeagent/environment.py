@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import msgspec
 
 from gangline.core.model.arrays import size, split_element
-from gangline.core.model.documents import DesiredGang, DesiredRank, Gpu
+from gangline.core.model.documents import DesiredGang, DesiredRank, DesiredRole, Gpu
 from gangline.core.model.gpufacts import MIG_LAYOUTS
+from gangline.core.model.roles import of_role
 from gangline.core.model.spec import JobSpec
 
 
@@ -38,10 +39,11 @@ class Here(msgspec.Struct, frozen=True):
 
 def rank_environment(gang: DesiredGang, rank: DesiredRank, spec: JobSpec, here: Here) -> dict[str, str]:
     """Return the whole environment; what the job asks for itself gives way to what the scheduler knows, except OMP_NUM_THREADS."""
+    what = of_role(spec, rank.role)
     return {
-        "OMP_NUM_THREADS": str(max(1, spec.resources.cpus_milli // 1000)),
+        "OMP_NUM_THREADS": str(max(1, what.resources.cpus_milli // 1000)),
         **here.base,
-        **spec.env,
+        **what.env,
         **_torch(gang, rank, here),
         **_devices(rank, here),
         **_gangline(gang, rank, spec, here),
@@ -61,6 +63,7 @@ def base_environment(agent: Mapping[str, str], user: str, home: str, shell: str)
 
 
 def _torch(gang: DesiredGang, rank: DesiredRank, here: Here) -> dict[str, str]:
+    role = _role(gang, rank)
     values: dict[str, object] = {
         # A gang of one node is left to meet on the spot.
         "MASTER_ADDR": gang.master_addr or "127.0.0.1",
@@ -68,17 +71,22 @@ def _torch(gang: DesiredGang, rank: DesiredRank, here: Here) -> dict[str, str]:
         "RANK": rank.rank,
         "WORLD_SIZE": gang.world_size,
         "LOCAL_RANK": rank.local_rank,
-        "LOCAL_WORLD_SIZE": len(gang.ranks),
+        # As torchelastic has it, a group is what of one role is on one node.
+        "LOCAL_WORLD_SIZE": sum(r.role == rank.role for r in gang.ranks),
         "NODE_RANK": gang.node_rank,
-        "GROUP_RANK": gang.node_rank,
-        "GROUP_WORLD_SIZE": gang.nodes,
-        "ROLE_RANK": rank.rank,
-        "ROLE_WORLD_SIZE": gang.world_size,
-        "ROLE_NAME": "default",
+        "GROUP_RANK": role.group,
+        "GROUP_WORLD_SIZE": gang.groups or gang.nodes,
+        "ROLE_RANK": rank.role_rank if gang.roles else rank.rank,
+        "ROLE_WORLD_SIZE": role.ranks,
+        "ROLE_NAME": role.name or "default",
         "TORCHELASTIC_RESTART_COUNT": gang.restart.restarts if gang.restart else 0,
         "TORCHELASTIC_RUN_ID": gang.job,
     }
     return {k: str(v) for k, v in values.items()}
+
+
+def _role(gang: DesiredGang, rank: DesiredRank) -> DesiredRole:
+    return gang.roles[rank.role] if gang.roles else DesiredRole("", gang.world_size, gang.node_rank)
 
 
 def _devices(rank: DesiredRank, here: Here) -> dict[str, str]:
@@ -123,6 +131,10 @@ def _gangline(gang: DesiredGang, rank: DesiredRank, spec: JobSpec, here: Here) -
         "JOB_ID": gang.job,
         "JOB_NAME": spec.name or gang.job,
         "QUEUE": spec.queue,
+        "ROLE": _role(gang, rank).name,
+        "REPLICA": rank.replica,
+        # Where each role has its first rank, for those who meet by role rather than at MASTER_ADDR.
+        "ROLE_LEADERS": ",".join(f"{role.name}={role.leader}" for role in gang.roles if role.leader),
         "NODE": here.node,
         "GENERATION": rank.generation,
         "RESTARTS": gang.restart.restarts if gang.restart else 0,

@@ -18,6 +18,7 @@ import msgspec
 
 from gangline.core.model.documents import DesiredGang, DesiredRank
 from gangline.core.model.gpushares import MigSlice
+from gangline.core.model.roles import of_role
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import StoreError
 from gangline.core.telemetry import Log, SpanKind
@@ -312,7 +313,7 @@ class Gangs:
         )  # fmt: skip
         return Launch(
             job=job, generation=generation, rank=r.rank, gpus=r.gpus, boot_id=self._node.boot_id,
-            command=spec.command, env=rank_environment(gang, r, spec, here),
+            command=of_role(spec, r.role).command, env=rank_environment(gang, r, spec, here),
             workdir=spec.workdir or self._state.workdir(job, r.rank), make_workdir=not spec.workdir,
             log=f"logs/{job}/rank-{r.rank}.{generation}.log", log_part_bytes=LOG_PART_BYTES, log_parts=LOG_PARTS,
             fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, share=r.share, **_locks(r),

@@ -311,6 +311,11 @@ CODES: dict[str, tuple[str, str, str]] = {
         "Only nodes count that carry all labels of the topology that the job asks for, also for a preference, and it can use none of them.",
         "Label the nodes (`gangline nodes -o wide` shows labels), or declare the topology with the labels that they have.",
     ),
+    "skew_too_large": (
+        "numbers in domains would differ by too much",
+        "The job bounds by max_skew how far the numbers of its ranks in domains may differ, and what is free does not allow that.",
+        "Wait, raise max_skew, or leave it out: then they are as equal as the room allows, and nothing waits for that.",
+    ),
     "unknown_topology": (
         "no such topology or level",
         "The job asks to be placed by a topology, or a level of it, that the cluster does not have.",

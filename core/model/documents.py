@@ -62,7 +62,7 @@ class DesiredRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     """One rank on this node. A running rank of a lower generation is stopped first, one of the same generation is left alone."""
 
     rank: int
-    #: index among this gang's ranks on this node
+    #: index among the ranks of its role on this node
     local_rank: int
     #: device indices on this node, ascending
     gpus: tuple[int, ...]
@@ -70,6 +70,22 @@ class DesiredRank(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     generation: int
     #: what it gets of its devices, None: the whole of each. MIG instances that are not there yet are made before it starts
     share: GpuShare | None = None
+    #: position of its role in `DesiredGang.roles`, its number among the ranks of that role, and which replica of the role it is in
+    role: int = 0
+    role_rank: int = 0
+    replica: int = 0
+
+
+class DesiredRole(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """One role of a gang. A job without roles has one, without a name."""
+
+    name: str
+    #: its ranks on all nodes
+    ranks: int
+    #: its ranks on this node are a *group*: the position of that among all groups of the gang, -1 where there is none here
+    group: int = -1
+    #: host of its first rank, "" where it has none
+    leader: str = ""
 
 
 class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -127,6 +143,9 @@ class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     master_port: int = 0
     restart: RestartNotice | None = None
     notice: StopNotice | None = None
+    #: roles of the job that have ranks, in order; and the groups of all nodes: for each node, as many as roles have ranks there
+    roles: tuple[DesiredRole, ...] = ()
+    groups: int = 0
 
 
 class Desired(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -149,10 +149,13 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
     job.generation = e.generation
     job.world_size = sum(len(p.ranks) for p in e.parts)
     job.role_sizes = e.role_sizes
-    leaf_of = roles.leaf_of_ranks(job.sizes())
+    leaf_of, leaves = roles.leaf_of_ranks(job.sizes()), roles.leaves(job.spec)
+    groups = 0
     for placed in e.parts:
         ranks = {r.rank: Rank(gpus=r.gpus, generation=e.generation, leaf=leaf_of[r.rank], share=r.share) for r in placed.ranks}
-        job.parts[placed.node] = Part(ranks=ranks)
+        # In a gang of one role the position of the part says the same.
+        job.parts[placed.node] = Part(ranks=ranks, groups_before=groups)
+        groups += len({leaves[r.leaf].role for r in ranks.values()}) if len(leaves) > 1 else 0
         _hold(state, state.nodes[placed.node], job.id, _needed(job, ranks.values()), index)
     for node_id in list(job.held_nodes):
         if node_id not in job.parts:

@@ -35,8 +35,10 @@ from gangline.core.model.fields import (
     whole,
 )
 from gangline.core.model.jobresources import read_resources, resource_words
+from gangline.core.model.jobroles import check_beside_roles, check_roles, role_words, roles_reader, with_resources
 from gangline.core.model.problems import MAX_PROBLEMS, BadJob, Problem, child_pointer, show
-from gangline.core.model.spec import Checkpoint, Elastic, Gang, JobSpec, Preemption, Restart, TopologyRequest
+from gangline.core.model.roles import MAX_LEAVES, full, least
+from gangline.core.model.spec import Checkpoint, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.strict_json import load_json
 from gangline.core.model.units import format_duration
 
@@ -101,8 +103,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "queue": spec.queue,
         "priority": spec.priority,
         "preemptible": spec.preemptible,
-        "gang": {"ranks": spec.gang.ranks, "min_ranks": spec.gang.min_ranks, "ranks_per_node": spec.gang.ranks_per_node},
-        "resources": resource_words(spec.resources),
+        **_ranks_words(spec),
         "elastic": _elastic_words(spec),
         "topology": _topology_words(spec.topology),
         "time_limit": duration_word(spec.time_limit_s) if spec.time_limit_s else "",
@@ -263,11 +264,17 @@ _RESTART: Fields = {
     "exit_codes": ("exit_codes", section(dict, _FAIL_CODES)),
     "signals": ("signals", section(dict, _FAIL_SIGNALS)),
 }
-_TOPOLOGY: Fields = {"required": ("required", read_label), "preferred": ("preferred", read_label), "name": ("name", read_name)}
+_TOPOLOGY: Fields = {
+    "required": ("required", read_label),
+    "preferred": ("preferred", read_label),
+    "balanced": ("balanced", read_label),
+    "spread": ("spread", read_label),
+    "max_skew": ("max_skew", whole(1, MAX_RANKS, "Leave the field out for ranks as equal as the room allows.")),
+    "name": ("name", read_name),
+}
 _PREEMPTION: Fields = {"signal": ("signal", one_of(*_ASKING_SIGNALS)), "grace": ("grace_s", duration(0.0, 3600.0))}
 
 _JOB_LATER: Later = {
-    "roles": "Roles (roles) are not in this version; a job has one kind of rank, described by `gang`, `resources` and `command`.",
     "image": "Container images (image) are not in this version; the command runs as a process on the node.",
     "mounts": "Mounts (mounts) are not in this version; the command sees the node's own file systems.",
     "user": "Running as another user (user) is not in this version; ranks run as the agent's user.",
@@ -290,8 +297,11 @@ def _restart(reading: Reading, at: str, value: Any) -> Restart | None:
 
 def _gang(reading: Reading, at: str, value: Any) -> Gang | None:
     found = read_mapping(reading, at, value, _GANG, {})
-    if found is None:
-        return None
+    return None if found is None else _whole_gang(reading, at, value, found)
+
+
+def _whole_gang(reading: Reading, at: str, value: dict[str, Any], found: dict[str, Any]) -> Gang:
+    """Make a gang of the fields that were found, and note where they contradict each other."""
     ranks = found.setdefault("ranks", 1)
     fewest = found.setdefault("min_ranks", ranks)
     each = found.get("ranks_per_node", 0)
@@ -324,10 +334,31 @@ def _topology(reading: Reading, at: str, value: Any) -> TopologyRequest | None:
     if found is None:
         return None
     given = {word: text for word, text in found.items() if text}
-    if "name" in given and len(given) == 1 and not any(value.get(word) for word in ("required", "preferred")):
-        reading.refuse(at, "GL-1108", "A topology is named, but no level of it: give `required`, `preferred` or both.")
+    if "name" in given and len(given) == 1 and not any(value.get(word) for word in _TOPOLOGY if word != "name"):
+        message = "A topology is named, but no level of it: give `required`, `preferred`, `balanced` or `spread`."
+        reading.refuse(at, "GL-1108", message)
+    wishes = [word for word in ("preferred", "balanced", "spread") if word in given]
+    if len(wishes) > 1:
+        message = f"{' and '.join(wishes)} are both given; ranks are kept together, or balanced over few domains, or spread over many."
+        reading.refuse(f"{at}/{wishes[-1]}", "GL-1108", message)
+    if "max_skew" in given and not any(value.get(word) for word in ("balanced", "spread")):
+        message = "max_skew is given, but nothing to balance or to spread: it is how far the numbers of ranks in domains may differ."
+        reading.refuse(f"{at}/max_skew", "GL-1108", message)
     return TopologyRequest(**given)
 
+
+_ROLE: Fields = {
+    "name": ("name", read_name),
+    "ranks": ("ranks", whole(1, MAX_RANKS)),
+    "min_ranks": ("min_ranks", whole(0, MAX_RANKS)),
+    "ranks_per_node": ("ranks_per_node", whole(0, 1024)),
+    "replicas": ("replicas", whole(1, MAX_LEAVES)),
+    "min_replicas": ("min_replicas", whole(0, MAX_LEAVES)),
+    "resources": ("resources", read_resources),
+    "topology": ("topology", _topology),
+    "command": ("command", _command),
+    "env": ("env", _env),
+}
 
 _JOB: Fields = {
     "name": ("name", read_name),
@@ -338,6 +369,7 @@ _JOB: Fields = {
     "elastic": ("elastic", section(Elastic, _ELASTIC)),
     "resources": ("resources", read_resources),
     "topology": ("topology", _topology),
+    "roles": ("roles", roles_reader(_ROLE, _whole_gang, _JOB_LATER)),
     "time_limit": ("time_limit_s", duration(1.0, 366 * DAY_S)),
     "command": ("command", _command),
     "env": ("env", _env),
@@ -362,12 +394,19 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
         return None
     found = read_mapping(reading, "", value, _JOB, _JOB_LATER)
     assert found is not None
-    if value.get("command") is None:
+    if value.get("roles"):
+        check_beside_roles(reading, value)
+        if "roles" in found:
+            check_roles(reading, found["roles"], MAX_RANKS)
+    elif value.get("command") is None:
         reading.refuse("", "GL-1103", "The field command is missing: a list of texts, as [python, train.py].")
     life.take_apart(reading, found)
     _check_elastic(reading, found, value)
     if reading.problems:
         return None
+    if "roles" in found:
+        found["roles"] = with_resources(found["roles"], found.pop("resources", Resources()))
+        found.setdefault("command", ())
     if "preemptible" not in found:
         found["preemptible"] = found.get("priority", 50) < PREEMPTIBLE_BELOW
     return JobSpec(**found)
@@ -390,13 +429,27 @@ def _restart_words(restart: Restart) -> dict[str, Any]:
 
 
 def _elastic_words(spec: JobSpec) -> dict[str, Any]:
-    if spec.gang.min_ranks == spec.gang.ranks:
+    if least(spec) == full(spec):
         return {}
     return {"grow_after": duration_word(spec.elastic.grow_after_s), "step": spec.elastic.step or ""}
 
 
 def _topology_words(topology: TopologyRequest) -> dict[str, Any]:
-    return {"required": topology.required, "preferred": topology.preferred, "name": topology.name} if topology else {}
+    return {word: getattr(topology, word) for word in _TOPOLOGY} if topology else {}
+
+
+def _ranks_words(spec: JobSpec) -> dict[str, Any]:
+    """What ranks there are: of the job itself, or of its roles."""
+    if spec.roles:
+        return {"roles": [_cleared(role_words(role, resource_words, _topology_words)) for role in spec.roles]}
+    gang = {"ranks": spec.gang.ranks, "min_ranks": spec.gang.min_ranks, "ranks_per_node": spec.gang.ranks_per_node}
+    return {"gang": gang, "resources": resource_words(spec.resources)}
+
+
+def _cleared(role: dict[str, Any]) -> dict[str, Any]:
+    if "roles" in role:
+        role["roles"] = [_cleared(inner) for inner in role["roles"]]
+    return _without_empties(role)
 
 
 def _without_empties(words: dict[str, Any]) -> dict[str, Any]:
@@ -405,7 +458,7 @@ def _without_empties(words: dict[str, Any]) -> dict[str, Any]:
     for word, value in words.items():
         if word != "env" and isinstance(value, dict):
             value = _without_empties(value)
-        if value in ("", [], {}) or (word == "ranks_per_node" and value == 0):
+        if value in ("", [], {}) or (word in ("ranks_per_node", "max_skew") and value == 0):
             continue
         kept[word] = value
     return kept

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from gangline.core.model import events as ev
 from gangline.core.model.arrays import array_text, split_element
+from gangline.core.model.roles import asked, least, leaves
 
 #: names of a list that are written out; the rest is counted
 SHOWN = 6
@@ -129,12 +131,16 @@ def _job_submitted(e: ev.JobSubmitted) -> str:
     spec = e.spec
     name = f" as {spec.name}" if spec.name else ""
     gpus = f" of {_count(spec.resources.gpus, 'GPU')}" if spec.resources.gpus else ""
-    ranks = _count(spec.gang.ranks, "rank")
-    fewest = f" (at least {spec.gang.min_ranks})" if spec.gang.min_ranks < spec.gang.ranks else ""
+    all_there, fewest = asked(spec), sum(least(spec))
+    ranks = _count(all_there.ranks, "rank") + (f" (at least {fewest})" if fewest < all_there.ranks else "")
+    if spec.roles:
+        of_role = Counter(leaf.name for leaf in leaves(spec) for _ in range(leaf.gang.ranks))
+        ranks += f" in the roles {_names([f'{role} ({count})' for role, count in of_role.items()])}"
+        gpus = f", {_count(all_there.gpus, 'GPU')}" if all_there.gpus else ""
     array = f" as array {array_text(spec.array)}, each" if spec.array is not None else ""
     after = f", {_names(f'{each.when} of {each.job}' for each in spec.depends_on)}" if spec.depends_on else ""
     held = ", on hold" if spec.hold else ""
-    return f"submitted{name} to queue {spec.queue}{array}: {ranks}{fewest}{gpus}, priority {spec.priority}{after}{held}" + _by(e.user)
+    return f"submitted{name} to queue {spec.queue}{array}: {ranks}{gpus}, priority {spec.priority}{after}{held}" + _by(e.user)
 
 
 def _job_stop_requested(e: ev.JobStopRequested) -> str:

@@ -5,10 +5,10 @@
 
     roles: [{name: learner, ranks: 2},                         leaves           ranks of the job, if all are there
             {name: shard, replicas: 2, roles: [                learner          0, 1
-                {name: server, ranks: 1},                      shard-0000/server   2
-                {name: cache, ranks: 2}]}]                     shard-0000/cache    3, 4
-                                                               shard-0001/server   5
-                                                               shard-0001/cache    6, 7
+                {name: server, ranks: 1},                      shard#0000/server   2
+                {name: cache, ranks: 2}]}]                     shard#0000/cache    3, 4
+                                                               shard#0001/server   5
+                                                               shard#0001/cache    6, 7
 
 Of an elastic job fewer ranks may be placed. Its *sizes* are the ranks of each leaf that are there, in the order of the leaves; a leaf of which
 nothing is there has the size 0, and the ranks that are there are numbered without gaps.
@@ -38,7 +38,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     index: int
     #: position of the role among those of the job that have ranks; the same for all of its replicas
     role: int
-    #: unique among the leaves; sorts in their order within a group
+    #: unique among the leaves; within a group, paths as texts sort in the order of the job file
     path: str
     #: of the role, "" in a job without roles
     name: str
@@ -109,22 +109,22 @@ class _Layout:
         self.leaves: list[Leaf] = []
         self._replicas: dict[str, int] = {}
         self._numbers = {role.name: at for at, role in enumerate(ranked(spec.roles))}
-        members = tuple(self._role(role, "") for role in spec.roles)
+        members = tuple(self._role(role, "", at) for at, role in enumerate(spec.roles))
         self.root = Group("", len(members), spec.topology, members)
 
-    def _role(self, role: Role, above: str) -> Group | Leaf:
-        path = f"{above}{role.name}"
+    def _role(self, role: Role, above: str, at: int) -> Group | Leaf:
+        path = f"{above}{at:03d}-{role.name}"
         if role.replicas == 1:
             return self._one(role, path, role.topology)
         asked = role.topology
         of_each = msgspec.structs.replace(asked, balanced="", spread="", max_skew=0)
         of_all = msgspec.structs.replace(asked, required="", preferred="")
-        members = tuple(self._one(role, f"{path}-{at:04d}", of_each) for at in range(role.replicas))
+        members = tuple(self._one(role, f"{path}#{at:04d}", of_each) for at in range(role.replicas))
         return Group(path, role.min_replicas, of_all, members)
 
     def _one(self, role: Role, path: str, topology: TopologyRequest) -> Group | Leaf:
         if role.roles:
-            members = tuple(self._role(inner, f"{path}/") for inner in role.roles)
+            members = tuple(self._role(inner, f"{path}/", at) for at, inner in enumerate(role.roles))
             return Group(path, len(members), topology, members)
         replica = self._replicas[role.name] = self._replicas.get(role.name, -1) + 1
         leaf = Leaf(
@@ -135,6 +135,14 @@ class _Layout:
         return leaf
 
 
+def of_role(spec: JobSpec, role: int) -> Leaf:
+    """Return what the ranks of a role run, by its position among the roles that have ranks. Raises LookupError if there is no such role."""
+    found = next((leaf for leaf in leaves(spec) if leaf.role == role), None)
+    if found is None:
+        raise LookupError(f"the job has no role {role}")
+    return found
+
+
 def ranked(roles: Sequence[Role]) -> Iterator[Role]:
     """Return the roles that have ranks, groups taken apart, in order."""
     for role in roles:
@@ -142,6 +150,18 @@ def ranked(roles: Sequence[Role]) -> Iterator[Role]:
             yield from ranked(role.roles)
         else:
             yield role
+
+
+def topologies_asked(spec: JobSpec) -> Iterator[TopologyRequest]:
+    """Return what the job and its roles, groups included, ask of topologies."""
+
+    def below(roles: Sequence[Role]) -> Iterator[TopologyRequest]:
+        for role in roles:
+            yield role.topology
+            yield from below(role.roles)
+
+    yield spec.topology
+    yield from below(spec.roles)
 
 
 def leaf_count(roles: Sequence[Role], times: int = 1) -> int:
@@ -197,7 +217,7 @@ def wrong_sizes(spec: JobSpec, sizes: Sizes) -> str:
     for leaf, size in zip(every, sizes, strict=True):
         gang = leaf.gang
         if size and not gang.min_ranks <= size <= gang.ranks:
-            of = f" of {leaf.path}" if leaf.name else ""
+            of = f" of {leaf.name}" if leaf.name else ""
             return f"{size} ranks{of}, but it runs with {gang.min_ranks} to {gang.ranks}"
 
     def there(member: Group | Leaf) -> bool:
@@ -220,6 +240,11 @@ def amounts(spec: JobSpec, sizes: Sizes) -> Amounts:
         res = leaf.resources
         ranks, gpus, cpus, memory = ranks + size, gpus + size * res.gpus, cpus + size * res.cpus_milli, memory + size * res.memory_mib
     return Amounts(ranks, gpus, cpus, memory)
+
+
+def asked(spec: JobSpec) -> Amounts:
+    """Return what a job holds when everything of it is there."""
+    return amounts(spec, full(spec))
 
 
 def of_ranks(spec: JobSpec, of: Collection[int]) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from gangline.core.model.documents import Registration, RestartNotice, StopNotic
 from gangline.core.model.events import Outcome, PlacedPart, ResizeCause
 from gangline.core.model.gpushares import GpuShare, GpuUse
 from gangline.core.model.queues import QueueTree
-from gangline.core.model.roles import full, placed
+from gangline.core.model.roles import Amounts, amounts, full, placed
 from gangline.core.model.spec import Condition, JobSpec
 from gangline.core.model.usage import Usage
 
@@ -75,6 +75,8 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
 
     #: by number, ascending
     ranks: dict[int, Rank]
+    #: groups on the parts before it: of each part, as many as roles have ranks there
+    groups_before: int = 0
     prepared: bool = False
     address: str = ""
     port: int = 0
@@ -261,6 +263,10 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     def sizes(self) -> tuple[int, ...]:
         """Ranks of each leaf (core/model/roles.py): of the placement that it has, or had last; of all that it asks for before the first."""
         return placed(self.spec, self.role_sizes, self.world_size) if self.world_size else full(self.spec)
+
+    def holds(self) -> Amounts:
+        """What its ranks hold, see `sizes`."""
+        return amounts(self.spec, self.sizes())
 
     @property
     def lingering(self) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gangline.core.model.queues import amount
-from gangline.core.model.spec import JobSpec
+from gangline.core.model.roles import Group, Leaf, amounts, least, leaves, tree
+from gangline.core.model.spec import JobSpec, TopologyRequest
 from gangline.core.model.state import Job, Node, State
 from gangline.core.model.topologies import WELL_KNOWN, levels_by_name
 
@@ -32,26 +33,41 @@ def healthy(node: Node) -> set[int]:
     return {gpu.index for gpu in node.registration.gpus if gpu.healthy}
 
 
-def ranks_in(spec: JobSpec, gpus: int, cpus_milli: int, memory_mib: int) -> int:
-    """Return how many ranks of a gang have room in so much of one node; with ranks_per_node that many or none."""
-    res, unit = spec.resources, spec.gang.ranks_per_node
+def ranks_in(leaf: Leaf, gpus: int, cpus_milli: int, memory_mib: int) -> int:
+    """Return how many ranks of a role have room in so much of one node; with ranks_per_node that many or none."""
+    res, unit = leaf.resources, leaf.gang.ranks_per_node
     bounds = [_NO_BOUND]
     bounds += [have // each for have, each in ((gpus, res.gpus), (cpus_milli, res.cpus_milli), (memory_mib, res.memory_mib)) if each]
     room = max(0, min(bounds))
     return (unit if room >= unit else 0) if unit else room
 
 
-def takes(spec: JobSpec, node: Node) -> bool:
-    """Whether a node has GPUs of a model that the gang accepts."""
-    models = spec.resources.gpu_models
+def takes(leaf: Leaf, node: Node) -> bool:
+    """Whether a node has GPUs of a model that the ranks of a role accept."""
+    models = leaf.resources.gpu_models
     gpus = node.registration.gpus
-    return not models or not spec.resources.gpus or bool(gpus and gpus[0].model in models)
+    return not models or not leaf.resources.gpus or bool(gpus and gpus[0].model in models)
 
 
-def domain_of(state: State, spec: JobSpec, nodes: Iterable[Node]) -> dict[str, Domain]:
-    """Return the domain of each node in which all ranks have to be: one for all where the gang requires none. Nodes outside are left out."""
+def within(spec: JobSpec) -> list[TopologyRequest]:
+    """Return for each leaf where its ranks have to be together: what it requires itself, else what the nearest group around it does."""
+    found: list[TopologyRequest] = []
+
+    def below(group: Group, around: TopologyRequest) -> None:
+        around = group.topology if group.topology.required else around
+        for member in group.members:
+            if isinstance(member, Group):
+                below(member, around)
+            else:
+                found.append(member.topology if member.topology.required else around)
+
+    below(tree(spec), TopologyRequest())
+    return found
+
+
+def domain_of(state: State, asked: TopologyRequest, nodes: Iterable[Node]) -> dict[str, Domain]:
+    """Return the domain of each node in which ranks have to be together: one for all where none is required. Nodes outside are left out."""
     up = list(nodes)
-    asked = spec.topology
     carried = [level for level in WELL_KNOWN if all(level in node.registration.labels for node in up)]
     levels = levels_by_name(state.queues.declaration.topologies, carried).get(asked.name, ())
     if not asked.required or asked.required not in levels:
@@ -74,32 +90,44 @@ def _too_large_for_nodes(state: State, spec: JobSpec) -> str:
     up = [node for node in state.nodes.values() if node.status == "up"]
     if not up:
         return "no node is up"
-    domains = domain_of(state, spec, up)
+    tried: set[object] = set()
+    for leaf, need, asked in zip(leaves(spec), least(spec), within(spec), strict=True):
+        like = (leaf.role, need, asked.name, asked.required)
+        if like not in tried:
+            tried.add(like)
+            if why := _too_large(state, leaf, need, asked, up):
+                return why
+    return ""
+
+
+def _too_large(state: State, leaf: Leaf, need: int, asked: TopologyRequest, up: list[Node]) -> str:
+    domains = domain_of(state, asked, up)
     room: dict[Domain, int] = {}
     for node in up:
-        if node.id in domains and takes(spec, node):
+        if node.id in domains and takes(leaf, node):
             reg = node.registration
-            fits = ranks_in(spec, len(healthy(node)), reg.cpus_milli, reg.memory_mib)
+            fits = ranks_in(leaf, len(healthy(node)), reg.cpus_milli, reg.memory_mib)
             room[domains[node.id]] = room.get(domains[node.id], 0) + fits
-    best, need = max(room.values(), default=0), spec.gang.min_ranks
+    best, res = max(room.values(), default=0), leaf.resources
     if best >= need:
         return ""
-    where = f"one domain of {spec.topology.required}" if spec.topology.required else f"the {len(up)} nodes that are up"
-    models = f" of model {' or '.join(spec.resources.gpu_models)}" if spec.resources.gpu_models and spec.resources.gpus else ""
-    whole = f"{need} ranks ({need * spec.resources.gpus} GPUs{models})" if spec.resources.gpus else f"{need} ranks"
+    where = f"one domain of {asked.required}" if asked.required else f"the {len(up)} nodes that are up"
+    models = f" of model {' or '.join(res.gpu_models)}" if res.gpu_models and res.gpus else ""
+    of_role = f" of role {leaf.name}" if leaf.name else ""
+    whole = f"{need} ranks{of_role} ({need * res.gpus} GPUs{models})" if res.gpus else f"{need} ranks{of_role}"
     return f"needs room for {whole}; {where} would have room for {best}, all of them empty"
 
 
 def _too_large_for_queue(state: State, spec: JobSpec) -> str:
-    tree, gang, res = state.queues, spec.gang, spec.resources
-    if not tree.declared or spec.queue not in tree.specs:
+    queues = state.queues
+    if not queues.declared or spec.queue not in queues.specs:
         return ""
-    least = {"GPUs": ("gpus_milli", gang.min_ranks * res.gpus * 1000), "CPUs": ("cpus_milli", gang.min_ranks * res.cpus_milli)}
-    least["memory"] = ("memory_mib", gang.min_ranks * res.memory_mib)
-    for queue in tree.lineage(spec.queue):
+    fewest = amounts(spec, least(spec))
+    needs = {"GPUs": ("gpus_milli", fewest.gpus * 1000), "CPUs": ("cpus_milli", fewest.cpus_milli), "memory": ("memory_mib", fewest.memory_mib)}
+    for queue in queues.lineage(spec.queue):
         bounds = [("limit", queue.limit)] + ([] if spec.preemptible else [("quota for work that cannot be preempted", queue.quota)])
         for word, bound in bounds:
-            for resource, (field, need) in least.items():
+            for resource, (field, need) in needs.items():
                 have = getattr(bound, field)
                 if have is not None and need > have:
                     return f"needs {amount(resource, need)}; the {word} of queue {queue.path} is {amount(resource, have)}"

@@ -2,22 +2,27 @@
 
 The gangs that wait before a job in its queue, and then the job, are laid over what comes free: a gang ends at its time limit, and one without a
 limit never does. Where several fit, the order is that of the queue. This is no promise: gangs end before their limits, others may be submitted
-with a higher priority, and room that is made by preemption, or taken by other queues, is not looked at.
+with a higher priority, and room that is made by preemption, or taken by other queues, is not looked at. Roles are laid out one after another,
+each inside the domain that it, or else the nearest group around it, requires.
 
     now ──▶ place whoever fits, in order ──▶ the next end by a time limit ──▶ place whoever fits ──▶ … ──▶ the job is placed: its start
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from gangline.core.model.spec import JobSpec
+from gangline.core.model.roles import Leaf, least, leaves
+from gangline.core.model.spec import JobSpec, TopologyRequest
 from gangline.core.model.state import Job, Node, State
 from gangline.core.policy.ageing import waiting_key
-from gangline.core.policy.capacity import Domain, domain_of, ends_ms, healthy, impossible, ranks_in, takes
+from gangline.core.policy.capacity import Domain, domain_of, ends_ms, healthy, impossible, ranks_in, takes, within
 
+#: ranks by leaf and node
+_Ranks = Counter[tuple[int, str]]
 #: steps of the simulation after which it says that it cannot tell; a step looks at one gang or one node
 MAX_STEPS = 100_000
 #: reasons for waiting that time alone does not end
@@ -45,12 +50,12 @@ class _Room:
     cpus_milli: int
     memory_mib: int
 
-    def fits(self, spec: JobSpec) -> int:
-        return ranks_in(spec, self.gpus, self.cpus_milli, self.memory_mib)
+    def fits(self, leaf: Leaf) -> int:
+        return ranks_in(leaf, self.gpus, self.cpus_milli, self.memory_mib)
 
-    def change(self, spec: JobSpec, ranks: int) -> None:
+    def change(self, leaf: Leaf, ranks: int) -> None:
         """Take what so many ranks need; below zero give it back."""
-        res = spec.resources
+        res = leaf.resources
         self.gpus -= ranks * res.gpus
         self.cpus_milli -= ranks * res.cpus_milli
         self.memory_mib -= ranks * res.memory_mib
@@ -58,9 +63,9 @@ class _Room:
 
 @dataclass
 class _Shape:
-    """Room by domain for gangs that ask for the same per rank, kept as nodes change."""
+    """Room by domain for roles that ask for the same per rank, kept as nodes change."""
 
-    spec: JobSpec
+    leaf: Leaf
     domains: dict[str, Domain]
     by_node: dict[str, int] = field(default_factory=dict)
     by_domain: dict[Domain, int] = field(default_factory=dict)
@@ -68,7 +73,7 @@ class _Shape:
     def look(self, room: _Room) -> None:
         name = room.node.id
         if name in self.domains:
-            fits, domain = room.fits(self.spec), self.domains[name]
+            fits, domain = room.fits(self.leaf), self.domains[name]
             self.by_domain[domain] = self.by_domain.get(domain, 0) + fits - self.by_node.get(name, 0)
             self.by_node[name] = fits
 
@@ -117,7 +122,7 @@ def start_of(state: State, job: Job, now_ms: int) -> Estimate:
 def _without_limit(state: State, now_ms: int) -> int:
     """GPUs of gangs that nothing says an end of."""
     placed = (state.jobs[job] for job in state.running)
-    return sum(job.world_size * job.spec.resources.gpus for job in placed if ends_ms(job, now_ms) is None)
+    return sum(job.holds().gpus for job in placed if ends_ms(job, now_ms) is None)
 
 
 def _before(state: State, job: Job, now_ms: int) -> Iterator[Job]:
@@ -143,13 +148,13 @@ class _Simulation:
         self._rooms = {node.id: _room(node) for node in nodes}
         self._shapes: dict[object, _Shape] = {}
         self._count = 0
-        #: (when, order, spec, ranks by node) of what ends by its limit
-        self._ends: list[tuple[int, int, JobSpec, dict[str, int]]] = []
+        #: (when, order, spec, ranks by leaf and node) of what ends by its limit
+        self._ends: list[tuple[int, int, JobSpec, _Ranks]] = []
         for job_id in state.running:
             job = state.jobs[job_id]
             at_ms = ends_ms(job, now_ms)
             if at_ms is not None:
-                self._add_end(at_ms, job.spec, {node: len(part.ranks) for node, part in job.parts.items()})
+                self._add_end(at_ms, job.spec, Counter((r.leaf, node) for node, part in job.parts.items() for r in part.ranks.values()))
 
     def start_of(self, job: Job) -> int | None:
         """Return when the job is placed."""
@@ -162,15 +167,15 @@ class _Simulation:
             now_ms = max(now_ms, self._ends[0][0])
             while self._ends and self._ends[0][0] <= now_ms:
                 _, _, spec, ranks = heappop(self._ends)
-                self._change(spec, {node: -count for node, count in ranks.items()})
+                self._change(spec, ranks, -1)
 
     def _place_all(self, now_ms: int, job: Job) -> bool:
         """Place whoever fits, in order; True when the job itself is placed."""
-        failed: set[tuple[object, int]] = set()
+        failed: set[object] = set()
         left: list[Job] = []
         for other in self._waiting:
             self._spend(1)
-            key = (_shape_key(other.spec), other.spec.gang.min_ranks)
+            key = _gang_key(other.spec)
             places = None if key in failed else self._places(other.spec)
             if places is None:
                 failed.add(key)
@@ -178,50 +183,64 @@ class _Simulation:
                 continue
             if other is job:
                 return True
-            self._change(other.spec, places)
             if other.spec.time_limit_s:
                 self._add_end(int(now_ms - other.ran_ms + other.spec.time_limit_s * 1000), other.spec, places)
         self._waiting = left
         return False
 
-    def _places(self, spec: JobSpec) -> dict[str, int] | None:
-        """Return ranks by node for a gang of the smallest size that is worth starting, None when there is no room."""
-        shape, need = self._shape(spec), spec.gang.min_ranks
+    def _places(self, spec: JobSpec) -> _Ranks | None:
+        """Take room for a gang of the smallest size that is worth starting, role by role; return its ranks, None when there is no room."""
+        found: _Ranks = Counter()
+        for leaf, need, asked in zip(leaves(spec), least(spec), within(spec), strict=True):
+            ranks = self._places_of(leaf, need, asked)
+            if ranks is None:
+                self._change(spec, found, -1)
+                return None
+            self._change(spec, ranks, 1)
+            found += ranks
+        return found
+
+    def _places_of(self, leaf: Leaf, need: int, asked: TopologyRequest) -> _Ranks | None:
+        shape = self._shape(leaf, asked)
         domain = next((d for d, room in shape.by_domain.items() if room >= need), None)
+        found: _Ranks = Counter()
+        if not need:
+            return found
         if domain is None:
             return None
-        found: dict[str, int] = {}
         for node, fits in shape.by_node.items():
             self._spend(1)
             if fits and shape.domains[node] == domain:
-                found[node] = min(fits, need)
-                need -= found[node]
+                found[leaf.index, node] = min(fits, need)
+                need -= found[leaf.index, node]
                 if not need:
                     break
         return found
 
-    def _shape(self, spec: JobSpec) -> _Shape:
-        key = _shape_key(spec)
+    def _shape(self, leaf: Leaf, asked: TopologyRequest) -> _Shape:
+        key = _shape_key(leaf, asked)
         if key not in self._shapes:
             nodes = [room.node for room in self._rooms.values()]
-            inside = domain_of(self._state, spec, nodes)
-            shape = _Shape(spec, {node.id: inside[node.id] for node in nodes if node.id in inside and takes(spec, node)})
+            inside = domain_of(self._state, asked, nodes)
+            shape = _Shape(leaf, {node.id: inside[node.id] for node in nodes if node.id in inside and takes(leaf, node)})
             for room in self._rooms.values():
                 self._spend(1)
                 shape.look(room)
             self._shapes[key] = shape
         return self._shapes[key]
 
-    def _change(self, spec: JobSpec, ranks: dict[str, int]) -> None:
-        for node, count in ranks.items():
+    def _change(self, spec: JobSpec, ranks: _Ranks, by: int) -> None:
+        """Take the room of some ranks, or give it back."""
+        every = leaves(spec)
+        for (leaf, node), count in ranks.items():
             room = self._rooms.get(node)
             if room is not None:
-                room.change(spec, count)
+                room.change(every[leaf], by * count)
                 for shape in self._shapes.values():
                     self._spend(1)
                     shape.look(room)
 
-    def _add_end(self, at_ms: int, spec: JobSpec, ranks: dict[str, int]) -> None:
+    def _add_end(self, at_ms: int, spec: JobSpec, ranks: _Ranks) -> None:
         self._count += 1
         heappush(self._ends, (at_ms, self._count, spec, ranks))
 
@@ -236,6 +255,12 @@ def _room(node: Node) -> _Room:
     return _Room(node, sum(1 for gpu in node.free_gpus if gpu in good), node.free_cpus_milli, node.free_memory_mib)
 
 
-def _shape_key(spec: JobSpec) -> object:
-    res = spec.resources
-    return (res.gpus, res.gpu_models, res.cpus_milli, res.memory_mib, spec.gang.ranks_per_node, spec.topology.name, spec.topology.required)
+def _gang_key(spec: JobSpec) -> object:
+    """Gangs of which this is equal have room together or not at all."""
+    every = zip(leaves(spec), least(spec), within(spec), strict=True)
+    return tuple((need, _shape_key(leaf, asked)) for leaf, need, asked in every)
+
+
+def _shape_key(leaf: Leaf, asked: TopologyRequest) -> object:
+    res = leaf.resources
+    return (res.gpus, res.gpu_models, res.cpus_milli, res.memory_mib, leaf.gang.ranks_per_node, asked.name, asked.required)

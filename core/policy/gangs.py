@@ -71,6 +71,10 @@ class Rank:
     def __repr__(self) -> str:
         return f"Rank({self.name})"
 
+    def all_ranks(self) -> Iterator[Rank]:
+        """Return itself."""
+        yield self
+
     @property
     def counts(self) -> bool:
         """Counts towards its gang: works, or has a reservation."""
@@ -78,18 +82,30 @@ class Rank:
 
 
 class Constraint:
-    """Where in a topology the ranks below must be: in one domain of `required`, and preferably in one of `preferred`. Empty: no such wish."""
+    """Where in a topology the ranks below must be: in one domain of `required`, and preferably in one of `preferred`. Empty: no such wish.
 
-    __slots__ = ("preferred", "required", "topology")
+    `balanced` and `spread` are levels over the domains of which they are to be in equal numbers, up to `max_skew` (even.py): the ranks of a
+    podset, or the members of a set.
+    """
 
-    def __init__(self, topology: str, required: str, preferred: str) -> None:
+    __slots__ = ("balanced", "max_skew", "preferred", "required", "spread", "topology")
+
+    def __init__(self, topology: str, required: str, preferred: str, *, balanced: str = "", spread: str = "", max_skew: int = 0) -> None:
         self.topology = topology
         self.required = required
         self.preferred = preferred
+        self.balanced = balanced
+        self.spread = spread
+        self.max_skew = max_skew
 
-    def key(self) -> tuple[str, str, str]:
+    @property
+    def even(self) -> bool:
+        """Whether equal numbers are wanted."""
+        return bool(self.balanced or self.spread)
+
+    def key(self) -> tuple[str, str, str, str, str, int]:
         """Return its value."""
-        return (self.topology, self.required, self.preferred)
+        return (self.topology, self.required, self.preferred, self.balanced, self.spread, self.max_skew)
 
 
 class Podset:

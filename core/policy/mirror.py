@@ -654,7 +654,9 @@ def _with_topologies(group: Group, name: str) -> Iterator[tuple[Leaf, str]]:
 
 
 def _constraint(asked: TopologyRequest) -> Constraint | None:
-    return Constraint(asked.name, asked.required, asked.preferred) if asked else None
+    if not asked:
+        return None
+    return Constraint(asked.name, asked.required, asked.preferred, balanced=asked.balanced, spread=asked.spread, max_skew=asked.max_skew)
 
 
 def _layout(gpus: tuple[Gpu, ...]) -> MigLayout | None:

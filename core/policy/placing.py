@@ -8,11 +8,13 @@ the evicting passes do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from gangline.core.policy import refusals, topology
-from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, Rank, RankState, waiting
+from gangline.core.policy.even import Evenly
+from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState, waiting
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.predicates import fit, fit_alike
@@ -80,15 +82,64 @@ class Placer:
         running = [r for r in member.all_ranks() if r.counts and r not in task.wanted]
         found = topology.search(self._world, constraint, ranks, running, tiers)
         self.refusal = found.refusal or self.refusal
-        for candidate in found.candidates:
-            mark = self._world.checkpoint()
-            if place(member, task, candidate):
-                self.refusal = None
-                return True
-            self._world.rollback(mark)
+        candidates: Iterable[Tiers] = found.candidates
+        ways = [place]
+        if constraint.even:
+            candidates, evenly = list(candidates), partial(self._evenly, constraint)
+            # Equal numbers are a wish, unless their skew is bounded.
+            ways = [evenly] if constraint.max_skew else [evenly, place]
+        for way in ways:
+            for candidate in candidates:
+                mark = self._world.checkpoint()
+                if way(member, task, candidate):
+                    self.refusal = None
+                    return True
+                self._world.rollback(mark)
         if self.refusal is None and not task.reserve_only:
             self.refusal = refusals.does_not_fit(self._world, ranks[0], ranks, [n for index in tiers for n in index.nodes])
         return False
+
+    def _evenly(self, constraint: Constraint, member: Member, task: _Task, tiers: Tiers) -> bool:
+        """Place what the member has of the chunk in equal numbers in the domains of a level; on failure some of it may be placed."""
+        while isinstance(member, PodsetGroup) and len(member.members) == 1 and member.members[0].constraint is None:
+            member = member.members[0]  # a job of one kind of rank: what it says is of these
+        wanted = [r for r in member.all_ranks() if r in task.wanted]
+        domains = topology.split_by(self._world, constraint, wanted, tiers)
+        where = {node: at for at, scope in enumerate(domains.values()) for index in scope for node in index.nodes}
+        scopes = list(domains.values())
+        there = [[r for r in unit.all_ranks() if r.counts and r not in task.wanted] for unit in _units(member)]
+        have = [0] * len(scopes)
+        for ranks in there:
+            place = (ranks[0].reservation or ranks[0].place) if ranks else None
+            if place is not None and place.node in where:
+                have[where[place.node]] += 1
+
+        def attempt(unit: _Unit, at: int) -> bool:
+            mark = self._world.checkpoint()
+            found = self._rank(unit, wanted, task, scopes[at]) if isinstance(unit, Rank) else self._member(unit, task, scopes[at])
+            if not found:
+                self._world.rollback(mark)
+            return found
+
+        units = [unit for unit in _units(member) if any(r in task.wanted for r in unit.all_ranks())]
+        evenly = Evenly(constraint, have, attempt)
+        mark = self._world.checkpoint()
+        if constraint.spread:
+            done = evenly.spread(units)
+        else:
+            rooms = [topology.room_in(wanted, s) for s in scopes] if isinstance(member, Podset) else self._rooms(units, len(scopes), attempt)
+            done = evenly.balanced(units, rooms, lambda: self._world.rollback(mark))
+        self.refusal = evenly.refusal or self.refusal
+        return done
+
+    def _rooms(self, units: list[_Unit], domains: int, attempt: Callable[[_Unit, int], bool]) -> list[int]:
+        """Return for how many of the units each domain has room, by trying."""
+        rooms = []
+        for at in range(domains):
+            mark = self._world.checkpoint()
+            rooms.append(next((n for n, unit in enumerate(units) if not attempt(unit, at)), len(units)))
+            self._world.rollback(mark)
+        return rooms
 
     def _content(self, member: Member, task: _Task, tiers: Tiers) -> bool:
         if isinstance(member, Podset):
@@ -112,9 +163,15 @@ class Placer:
             else:
                 self._world.bind(rank, place)
             return True
+        return self._refuse(rank, ranks, task, tiers)
+
+    def _refuse(self, rank: Rank, ranks: list[Rank], task: _Task, tiers: Tiers) -> bool:
+        """Note why a rank of a podset has no place, if it is the first and somebody asks."""
         if self.refusal is None and not task.reserve_only:
-            nodes = self._world.nodes if tiers == [self.index] else [n for index in tiers for n in index.nodes]
-            self.refusal = refusals.does_not_fit(self._world, rank, ranks, nodes)
+            if tiers == [self.index]:
+                self.refusal = refusals.does_not_fit(self._world, rank, list(task.wanted), self._world.nodes)
+            else:  # ranks of other podsets may have found their places elsewhere
+                self.refusal = refusals.does_not_fit(self._world, rank, ranks, [n for index in tiers for n in index.nodes])
         return False
 
     def _alike(self, ranks: list[Rank], task: _Task, tiers: Tiers) -> bool:
@@ -129,10 +186,7 @@ class Placer:
                 at = self._fill(ranks, at, index, now, task.reserve_only or not now)
                 if at == len(ranks):
                     return True
-        if self.refusal is None and not task.reserve_only:
-            nodes = self._world.nodes if tiers == [self.index] else [n for index in tiers for n in index.nodes]
-            self.refusal = refusals.does_not_fit(self._world, ranks[at], ranks, nodes)
-        return False
+        return self._refuse(ranks[at], ranks, task, tiers)
 
     def _fill(self, ranks: list[Rank], at: int, index: NodeIndex, now: bool, wait: bool) -> int:
         """Place ranks from position `at` on, as long as there is room; return the position of the first that has no place."""
@@ -183,6 +237,12 @@ class _Task:
 
 
 _Place = Callable[[Member, _Task, Tiers], bool]
+#: what is counted in domains: a rank of a podset, or a member of a set
+_Unit = Rank | Podset | PodsetGroup
+
+
+def _units(member: Member) -> list[_Unit]:
+    return list(member.ranks) if isinstance(member, Podset) else list(member.members)
 
 
 def wait_together(world: World, job: Job, mark: int) -> None:

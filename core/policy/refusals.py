@@ -90,6 +90,12 @@ def no_domain_for_roles(need: Vector, level: str, best: Vector, domains: int) ->
     return Refusal("no_domain_fits", message, named(need), {**_of_these(need, best), "domains": domains})
 
 
+def skew_too_large(units: int, level: str, max_skew: int, domains: int) -> Refusal:
+    """There would be room, but not so that the numbers in the domains of a level differ by so little."""
+    message = f"numbers of ranks in the {domains} domains of {level} may differ by {max_skew} at most, and room is not where that needs it"
+    return Refusal("skew_too_large", message, {"units": units}, {"domains": domains})
+
+
 def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node]) -> Refusal:
     """No node has room for one of the ranks: say what is short, in all or on every single node."""
     request = rank.request

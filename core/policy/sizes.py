@@ -48,7 +48,7 @@ def allowed(spec: JobSpec, there: Sizes) -> Sizes:
     def take(member: Group | Leaf) -> bool:
         if isinstance(member, Leaf):
             sizes[member.index] = _within(spec, member, there[member.index])
-            return sizes[member.index] > 0
+            return there[member.index] >= member.gang.min_ranks
         enough = sum([take(inner) for inner in member.members]) >= member.needed
         if not enough:
             _empty(member, sizes)

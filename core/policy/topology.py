@@ -63,7 +63,7 @@ def search(world: World, constraint: Constraint, ranks: list[Rank], running: lis
     if found is None:
         return Search(iter(()), refusals.no_such_topology(constraint.topology, ""))
     paths, levels = found
-    for name in (constraint.required, constraint.preferred):
+    for name in (constraint.required, constraint.preferred, constraint.balanced, constraint.spread):
         if name and name not in levels:
             return Search(iter(()), refusals.no_such_topology(constraint.topology, name))
     required = levels.index(constraint.required) if constraint.required else -1
@@ -86,6 +86,28 @@ def search(world: World, constraint: Constraint, ranks: list[Rank], running: lis
             refusal = _no_domain(world, ranks, levels[required], list(domains.values()))
         tries += [(level, d, some) for _, d, some in sorted(fitting, key=lambda f: (-f[0], ".".join(f[1])))]
     return Search(_tiers(world, tries, paths, preferred, ranks, scope), refusal)
+
+
+def split_by(world: World, constraint: Constraint, ranks: list[Rank], scope: Tiers) -> dict[DomainId, Tiers]:
+    """Return the domains of the level over which ranks are to be in equal numbers, by name: those with nodes that could run each of them."""
+    paths, levels = domains_of(world, constraint.topology) or ({}, ())
+    depth = levels.index(constraint.balanced or constraint.spread) + 1
+    requests = list({r.request.number: r.request for r in ranks}.values())
+    parts: dict[DomainId, list[list[Node]]] = {}
+    usable: dict[DomainId, set[int]] = {}
+    for at, index in enumerate(scope):
+        for node in index.nodes:
+            if node.name in paths:
+                domain = paths[node.name][:depth]
+                parts.setdefault(domain, [[] for _ in scope])[at].append(node)
+                usable.setdefault(domain, set()).update(r.number for r in requests if _could_run(r, node))
+    complete = [domain for domain in sorted(parts) if len(usable[domain]) == len(requests)]
+    return {domain: [NodeIndex(world, _by_name(nodes)) for nodes in parts[domain] if nodes] for domain in complete}
+
+
+def room_in(ranks: list[Rank], scope: Tiers) -> int:
+    """Return for how many of the ranks, which are alike, the nodes have room, counted later."""
+    return _count(ranks[0].request, [n for index in scope for n in index.nodes])
 
 
 def _tiers(
@@ -150,9 +172,7 @@ def _count(request: Request, nodes: list[Node], enough: int = 1 << 30) -> int:
 
 
 def _on_node(request: Request, node: Node) -> int:
-    if not room(node, request, now=False) or (request.nodes is not None and node.name not in request.nodes):
-        return 0
-    if (request.count or request.mig or request.legacy_mig) and not right_kind(node, request):
+    if not room(node, request, now=False) or not _suits(request, node):
         return 0
     counts = [node.pods_later]
     if request.affinity is not None and request.affinity.repel == "hostname":
@@ -168,6 +188,20 @@ def _on_node(request: Request, node: Node) -> int:
         counts.append(node.memory_later // request.memory_bytes)
     counts += [migplan.count(node, p) // count for p, count in request.mig if count]
     return max(0, min(counts))
+
+
+def _suits(request: Request, node: Node) -> bool:
+    """Whether the node is one that the request allows, with devices of the kind that it asks for."""
+    if request.nodes is not None and node.name not in request.nodes:
+        return False
+    return not (request.count or request.mig or request.legacy_mig) or right_kind(node, request)
+
+
+def _could_run(request: Request, node: Node) -> bool:
+    """Whether the node takes ranks, and would have room for one like this if it were empty."""
+    spec = node.spec
+    enough = node.gpus >= request.count and spec.cpu_milli >= request.cpu_milli and spec.memory_bytes >= request.memory_bytes
+    return node.pods_later > 0 and enough and _suits(request, node)
 
 
 def _free(nodes: list[Node], mig: bool = False) -> Vector:

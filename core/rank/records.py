@@ -34,6 +34,13 @@ class Context(NamedTuple):
     local_rank: int
     local_world_size: int
     node_rank: int
+    #: of the job file, "" in a job without roles; which replica of it; and this rank among all that have the role
+    role: str
+    replica: int
+    role_rank: int
+    role_world_size: int
+    #: host of the first rank of each role
+    role_leaders: dict[str, str]
     master_addr: str
     master_port: int
     #: "" when the job file names none
@@ -95,6 +102,11 @@ def read_context(env: Mapping[str, str] = os.environ) -> Context:
         local_rank=_number(env, "LOCAL_RANK", 0),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
         node_rank=_number(env, "NODE_RANK", 0),
+        role=env.get("GANGLINE_ROLE", ""),
+        replica=_number(env, "GANGLINE_REPLICA", 0),
+        role_rank=_number(env, "ROLE_RANK", _number(env, "RANK", 0)),
+        role_world_size=_number(env, "ROLE_WORLD_SIZE", _number(env, "WORLD_SIZE", 1)),
+        role_leaders=dict(pair.split("=", 1) for pair in env.get("GANGLINE_ROLE_LEADERS", "").split(",") if "=" in pair),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(env, "MASTER_PORT", 0),
         checkpoint_dir=env.get("GANGLINE_CHECKPOINT_DIR", ""),

@@ -341,7 +341,9 @@ async def test_show_by_id_name_and_prefix(api: Api) -> None:
     for ref in (job, "llama", job[:6]):
         status, body, headers = await api("GET", f"/v1/jobs/{ref}")
         assert (status, body["id"], body["state"], headers["Gangline-Index"]) == (200, job, "running", "5")
-    assert body["placement"] == [{"node": "n1", "ranks": [{"rank": r, "gpus": [r], "state": "running", "exit_code": None} for r in (0, 1)]}]
+    assert body["placement"] == [
+        {"node": "n1", "ranks": [{"rank": r, "role": "", "gpus": [r], "state": "running", "exit_code": None} for r in (0, 1)]}
+    ]
 
 
 async def test_a_name_means_the_newest_job_of_it(api: Api) -> None:

@@ -428,15 +428,17 @@ def test_every_field_of_run_is_one_of_the_job_file() -> None:
     values = {"int": "8", "ints": ("8",), "number": "2", "duration": "60"}
     texts = {"name": "a", "queue": "q", "memory": "1GiB", "workdir": "/a", "checkpoint-path": "/a", "on-rank-failure": "gang",
              "fail-signal": ("SIGABRT",), "on-node-failure": "fail", "preemption-signal": "SIGINT", "on-disconnect": "keep",
-             "gpu-model": ("H100",), "topology-required": "rack", "topology-preferred": "nvlink", "topology-name": "ib",
+             "gpu-model": ("H100",), "topology-balanced": "rack", "topology-spread": "zone",
+             "topology-required": "rack", "topology-preferred": "nvlink", "topology-name": "ib",
              "array": "0-9%2", "depends-on": ("prep", "after_any:j7"), "begin": "1h", "deadline": "2099-01-01T00:00:00Z"}  # fmt: skip
     texts |= {"gpu-share": "0.5", "gpu-memory": "20GiB", "mig": "1g.10gb"}
     ways = {("gpus",): Resources(8), ("gpu-share",): Resources(gpu_share_milli=500), ("gpu-memory",): Resources(gpu_memory_mib=20_480),
             ("mig", "mig-count"): Resources(mig="1g.10gb", mig_count=8)}  # fmt: skip
+    even = {"topology_balanced": "rack", "topology_spread": "zone", "max_skew": "2"}  # not beside topology-preferred, nor both at once
     for way, resources in ways.items():
         others = {name for other in ways if other != way for name in other}
         given = {name.replace("-", "_"): texts.get(name) or values[kind] for name, (_, kind, _) in run_command.FIELDS.items()}
-        given |= {name.replace("-", "_"): None for name in others}
+        given |= {name.replace("-", "_"): None for name in others} | dict.fromkeys(even)
         words: dict[str, Any] = {"command": ["a"]}
         assert put(words, given, run_command.FIELDS)
         spec = parse_json_spec(words)
@@ -445,6 +447,11 @@ def test_every_field_of_run_is_one_of_the_job_file() -> None:
         assert spec.restart.fail_exit_codes == (8,)
         assert spec.resources == msgspec.structs.replace(resources, gpu_models=("H100",), cpus_milli=2000, memory_mib=1024)
         assert spec.topology == TopologyRequest("rack", "nvlink", "ib")
+    for word in ("balanced", "spread"):
+        some = dict.fromkeys(given) | {"topology_" + word: even["topology_" + word], "max_skew": "2"}
+        words = {"command": ["a"]}
+        assert put(words, some, run_command.FIELDS)
+        assert parse_json_spec(words).topology == TopologyRequest(max_skew=2, **{word: even["topology_" + word]})
 
 
 # ---------------------------------------------------------------- reading

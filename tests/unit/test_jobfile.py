@@ -236,7 +236,7 @@ def test_b24_unknown_field() -> None:
     only(refused(**{"a/b~c": 1}), "/a~1b~0c", "GL-1101")
 
 
-@pytest.mark.parametrize("field", ["roles", "image", "mounts", "user"])
+@pytest.mark.parametrize("field", ["image", "mounts", "user"])
 def test_fields_of_later_versions(field: str) -> None:
     assert "not in this version" in only(refused(**{field: "x"}), f"/{field}", "GL-1109").message
 
@@ -407,6 +407,7 @@ def test_manual_has_every_field_and_its_examples_are_jobs() -> None:
     listed = set(re.findall(r"^\| `([a-z_.]+)` \|", text, re.MULTILINE))
     sections = ("gang", "elastic", "resources", "topology", "checkpoint", "restart", "preemption")
     fields = {name for name in jobfile._JOB if name not in sections}
+    fields |= {f"roles.{name}" for name in (*jobfile._ROLE, "roles")}
     nested = {
         "gang": jobfile._GANG, "resources": RESOURCES, "topology": jobfile._TOPOLOGY, "checkpoint": jobfile._CHECKPOINT,
         "preemption": jobfile._PREEMPTION, "elastic": jobfile._ELASTIC,

@@ -97,7 +97,7 @@ def test_environment_is_what_torch_expects():
         "GANGLINE_JOB_ID": "j1", "GANGLINE_JOB_NAME": "train",
         "GANGLINE_QUEUE": "a/b", "GANGLINE_NODE": "n1", "GANGLINE_GENERATION": "3", "GANGLINE_RESTARTS": "0",
         "GANGLINE_RESTART_CAUSE": "", "GANGLINE_EVENTS": "/s/events", "GANGLINE_SOCKET": "/s/job.sock", "GANGLINE_TOKEN": "secret",
-        "GANGLINE_CHECKPOINT_DIR": "/ckpt",
+        "GANGLINE_CHECKPOINT_DIR": "/ckpt", "GANGLINE_ROLE": "", "GANGLINE_REPLICA": "0", "GANGLINE_ROLE_LEADERS": "",
     }  # fmt: skip
 
 

@@ -24,6 +24,13 @@ from gangline.core.policy.world import World
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
+#: required, preferred, balanced, spread
+CONSTRAINTS = [
+    ("", "", "", ""), ("", "", "", ""), ("zone", "", "", ""), ("", "rack", "", ""), ("zone", "rack", "", ""), ("", "", "rack", ""),
+    ("zone", "", "rack", ""), ("", "", "", "zone"), ("zone", "", "", "rack"),
+]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class JobPlan:
     """One job of a plan. `runs`: it is placed before the session that is looked at, where there is room."""
@@ -38,7 +45,9 @@ class JobPlan:
     #: 0: an amount of device memory
     milli: int = GPU
     subgroups: int = 1
-    constraint: tuple[str, str] = ("", "")
+    #: required, preferred, balanced, spread
+    constraint: tuple[str, str, str, str] = ("", "", "", "")
+    max_skew: int = 0
     runs: bool = False
 
 
@@ -84,7 +93,8 @@ def plans(draw: Any, most_jobs: int = 9) -> Plan:
                 count=count,
                 milli=milli,
                 subgroups=subgroups,
-                constraint=draw(st.sampled_from([("", ""), ("", ""), ("zone", ""), ("", "rack"), ("zone", "rack")])),
+                constraint=draw(st.sampled_from(CONSTRAINTS)),
+                max_skew=draw(st.integers(0, 2)),
                 runs=draw(st.booleans()),
             )
         )
@@ -115,7 +125,8 @@ def add(world: World, plan: JobPlan, placed: dict[str, tuple[RankState, Any]]) -
         root=PodsetGroup("", None, list(podsets)),
     )
     if any(plan.constraint):
-        job.constraint = Constraint("t", *plan.constraint)
+        required, preferred, balanced, spread = plan.constraint
+        job.constraint = Constraint("t", required, preferred, balanced=balanced, spread=spread, max_skew=plan.max_skew)
     places = {}
     for at in range(plan.ranks):
         memory_mib = 0 if plan.milli else 33

@@ -123,7 +123,10 @@ def test_a_job_that_runs_restarts_and_ends() -> None:
     assert job["nodes"] == ["n1", "n2"]
     assert job["placement"][1] == {
         "node": "n2",
-        "ranks": [{"rank": 2, "gpus": [0], "state": "running", "exit_code": None}, {"rank": 3, "gpus": [1], "state": "exited", "exit_code": -9}],
+        "ranks": [
+            {"rank": 2, "role": "", "gpus": [0], "state": "running", "exit_code": None},
+            {"rank": 3, "role": "", "gpus": [1], "state": "exited", "exit_code": -9},
+        ],
     }
     assert job["checkpoint"] == {"step": 40, "path": "/ckpt/40"}
     assert job["master"] == "[fe80::1]:29500"

@@ -125,6 +125,9 @@ def show(ctx: click.Context, job: str, out: Output) -> None:
         return
     for word, value in _facts(found):
         click.echo(f"{word:<12} {value}")
+    if found.get("roles"):
+        click.echo("")
+        table(_ROLES, found["roles"], out.header)
     if found.get("placement"):
         click.echo("")
         table(_PLACEMENT, found["placement"], out.header)
@@ -196,6 +199,19 @@ def _part_states(part: Row) -> str:
     return ", ".join(state if len(states) == 1 else f"{count} {state}" for state, count in states.items())
 
 
+def _of(row: Row, word: str) -> str:
+    there, asked, fewest = row[word], row[f"asked_{word}"], row.get(f"min_{word}")
+    least = f" (at least {fewest})" if fewest is not None and fewest != asked else ""
+    return f"{there} of {asked}{least}"
+
+
+_ROLES: tuple[Column, ...] = (
+    ("ROLE", lambda r: cell(r["name"])),
+    ("RANKS", lambda r: _of(r, "ranks")),
+    ("REPLICAS", lambda r: _of(r, "replicas")),
+    ("GPUS EACH", lambda r: cell(r["gpus"])),
+    ("NODES", _nodes),
+)
 _PLACEMENT: tuple[Column, ...] = (
     ("NODE", lambda p: cell(p["node"])),
     ("RANKS", _ranks),

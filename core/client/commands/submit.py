@@ -106,7 +106,7 @@ def send(client: Client, specs: list[JobSpec], key: str) -> tuple[list[dict[str,
     for spec, result in zip(specs, results, strict=True):
         problem = result.get("problem")
         if problem:
-            who = clean(spec.name or spec.command[0])
+            who = clean(spec.name or (spec.command[0] if spec.command else spec.roles[0].name))
             click.echo(f"gangline: {who}: {clean(str(problem.get('detail') or problem.get('title')))} [{problem.get('code')}]", err=True)
             code = code or exits.of_status(int(problem.get("status", 500)), str(problem.get("code", "")))
     return [result for result in results if not result.get("problem")], code
