@@ -15,6 +15,7 @@ from gangline.core.policy.gangs import Job, Rank, charge_of, growing, next_chunk
 from gangline.core.policy.gates import closed
 from gangline.core.policy.order import JobOrder, waiting_order
 from gangline.core.policy.placing import Placer, wait_together
+from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import does_not_fit
 from gangline.core.policy.report import Notes
 from gangline.core.policy.scoring import best_place
@@ -46,7 +47,7 @@ def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, 
         assert placer.refusal is not None
         notes.refusals[job] = placer.refusal
         if signature is not None and not any(r.request.affinity or r.request.memory_mib for r in chunk):
-            order.fail(signature, placer.refusal)
+            order.fail(signature, placer.refusal, job.queue if job.queue.models else None)
         return
     wait_together(world, job, mark)
     more = next_chunk(job)
@@ -56,16 +57,18 @@ def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, 
 
 def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
     """Pass over the shapes of which not even one rank fits anywhere, without putting their queues in order."""
-    tried: dict[int, bool] = {}
+    # Where queues have amounts by GPU model, what fits for one does not for another.
+    tried: dict[tuple[int, Queue | None, bool], bool] = {}
     for queue, groups in world.waiting_groups().items():
         for signature, group in groups.items():
             if growing(group[0][1]) or order.failed(queue, signature):
                 continue
             chunk = next_chunk(group[0][1])
             for rank in chunk:
-                number = rank.request.number
-                if number not in tried:
-                    tried[number] = not rank.request.plain or best_place(world, rank, placer.index) is not None
-                if not tried[number]:
-                    order.fail(signature, does_not_fit(world, rank, chunk, placer.index.nodes))
+                only = queue if queue.models else None
+                key = (rank.request.number, only, rank.job.preemptible if only else True)
+                if key not in tried:
+                    tried[key] = not rank.request.plain or best_place(world, rank, placer.index) is not None
+                if not tried[key]:
+                    order.fail(signature, does_not_fit(world, rank, chunk, placer.index.nodes), only)
                     break

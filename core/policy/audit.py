@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from gangline.core.model.gpufacts import COMPUTE_SLICES
-from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, Member, Podset, RankState
+from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, Member, Podset, Rank, RankState
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.report import Decisions
 from gangline.core.policy.requests import RESOURCES, ZERO, Request, Vector, add
@@ -101,6 +101,32 @@ def _bounds(world: World, decisions: Decisions) -> list[str]:
                     out.append(f"{rank.name} takes queue {queue.name} above its limit of {RESOURCES[r]}")
                 if rank.charged[r] and not rank.job.preemptible and fixed[queue.name][r] > queue.quota[r]:
                     out.append(f"{rank.name}, which cannot be preempted, takes queue {queue.name} above its quota of {RESOURCES[r]}")
+    return out + (_model_bounds(world, fresh) if any(queue.models for queue in world.queues.values()) else [])
+
+
+def _model_bounds(world: World, fresh: list[Rank]) -> list[str]:
+    """What is placed takes no queue above what it may have of a GPU model; everything is added up anew."""
+    totals: dict[tuple[str, str, bool], int] = {}
+    for job in world.jobs.values():
+        for rank in job.ranks:
+            place = rank.reservation or rank.place
+            if rank.charged[0] and place is not None:
+                for queue in job.queue.path:
+                    for fixed in (False,) if job.preemptible else (False, True):
+                        key = (queue.name, place.node.model, fixed)
+                        totals[key] = totals.get(key, 0) + rank.charged[0]
+    out = []
+    for rank in fresh:
+        place = rank.reservation or rank.place
+        model = place.node.model if place is not None else ""
+        for queue in rank.job.queue.path:
+            account = queue.models.get(model)
+            if account is None or not rank.charged[0]:
+                continue
+            if totals[queue.name, model, False] > account.limit:
+                out.append(f"{rank.name} takes queue {queue.name} above its limit of {model}")
+            if not rank.job.preemptible and account.quota is not None and totals[queue.name, model, True] > account.quota:
+                out.append(f"{rank.name}, which cannot be preempted, takes queue {queue.name} above its quota of {model}")
     return out
 
 

@@ -24,6 +24,10 @@ cluster at every level, here it is related to what is divided there, so that the
 past does not count has its plain weight. Where the usages of siblings are more than 1 together, because their parent had more then than now,
 they are scaled down to 1.
 
+A GPU model that some queue names is divided in the same way on its own, by the quotas, limits and weights of that model: a queue that names no
+quota of it has none in step 1, and one that names no weight of it has that of all GPUs. The past does not count there. These shares are in the
+models' accounts (models.py).
+
 Within a session placements and evictions change what queues are allocated, and never their fair shares.
 """
 
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gangline.core.policy.gangs import next_chunk
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.requests import GPU, UNLIMITED, Vector, add
 from gangline.core.policy.world import World
@@ -72,6 +77,10 @@ def set_fair_shares(world: World) -> None:
     for root in roots:
         _demand(root, demands)
     _share_out(roots, world.total, demands, world.total)
+    if roots and roots[0].models:
+        waiting = _waiting_by_model(world)
+        for model in roots[0].models:
+            _share_model_out(roots, model, world.gpus_by_model().get(model, 0), waiting)
 
 
 def _demand(queue: Queue, demands: dict[Queue, Vector]) -> Vector:
@@ -98,6 +107,32 @@ def _share_out(queues: list[Queue], total: Vector, demands: dict[Queue, Vector],
 
 def _used(queue: Queue, r: int, cluster: Vector, total: Vector) -> float | None:
     return None if queue.usage is None else queue.usage[r] * cluster[r] / total[r] if total[r] else 0.0
+
+
+def _waiting_by_model(world: World) -> dict[tuple[Queue, str], int]:
+    """Return what each queue waits for of each model, in thousandths of a GPU: of every model that will do, all of it."""
+    found: dict[tuple[Queue, str], int] = {}
+    for leaf, groups in world.waiting_groups().items():
+        for group in groups.values():
+            for rank in next_chunk(group[0][1]):
+                gpus = len(group) * rank.request.vector(world.smallest_device_mib)[0]
+                for model in world.models_of(rank.request) if gpus else ():
+                    for queue in leaf.path:
+                        found[queue, model] = found.get((queue, model), 0) + gpus
+    return found
+
+
+def _share_model_out(queues: list[Queue], model: str, total: int, waiting: dict[tuple[Queue, str], int]) -> None:
+    accounts = [queue.models[model] for queue in queues]
+    claims = [
+        Claim(a.quota or 0, a.limit, a.allocated + waiting.get((q, model), 0), a.weight, q.priority, q.seq)
+        for q, a in zip(queues, accounts, strict=True)
+    ]
+    divide(claims, total, GPU)
+    for queue, account, claim in zip(queues, accounts, claims, strict=True):
+        account.set_fair_share(claim.share)
+        if queue.children:
+            _share_model_out(queue.children, model, claim.share, waiting)
 
 
 def divide(claims: list[Claim], total: int, whole: int) -> None:
@@ -174,5 +209,7 @@ def _leftover(claims: list[Claim], left: int, whole: int, lost: dict[int, float]
 def no_fair_shares(world: World) -> None:
     """Set what holds where quotas do not bind: every queue may have everything."""
     for queue in world.queues.values():
+        for account in queue.models.values():
+            account.set_fair_share(UNLIMITED)
         queue.set_fair_share((UNLIMITED, UNLIMITED, UNLIMITED))
         queue.allocatable = (UNLIMITED, UNLIMITED, UNLIMITED)

@@ -52,7 +52,7 @@ LIVE = (RankState.PENDING, RankState.WITHDRAWN, *HOLDING)
 class Rank:
     """One rank. Only World changes its state."""
 
-    __slots__ = ("charged", "index", "job", "key", "name", "place", "podset", "request", "reservation", "state")
+    __slots__ = ("charged", "index", "job", "key", "model", "name", "place", "podset", "request", "reservation", "state")
 
     def __init__(self, job: Job, index: int, name: str, request: Request, order_label: int | None) -> None:
         self.job = job
@@ -67,6 +67,8 @@ class Rank:
         self.reservation: Place | None = None
         #: what its queue is charged for it now
         self.charged: Vector = ZERO
+        #: GPU model of what it is charged for, where queues have amounts by model
+        self.model = ""
 
     def __repr__(self) -> str:
         return f"Rank({self.name})"

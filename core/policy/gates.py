@@ -3,6 +3,8 @@
     allocated + chunk <= limit, for every job
     allocated to non-preemptible work + chunk <= quota, for a job that cannot be preempted
 
+The same by GPU model where queues have such bounds (models.py): all models of the nodes that will do together must allow what is asked for.
+
 A resource of which nothing is asked for is not looked at. Memory requests are counted on the largest devices here, as the most favourable
 case; predicates.fit looks again when the node is known. Fair share is no gate: preemptible work may use whatever is idle.
 """
@@ -10,7 +12,9 @@ case; predicates.fit looks again when the node is known. Fair share is no gate: 
 from __future__ import annotations
 
 from gangline.core.policy.gangs import Job, Rank, charge_of
-from gangline.core.policy.refusals import Refusal, over_bound
+from gangline.core.policy.models import tightest
+from gangline.core.policy.refusals import Refusal, over_bound, over_model_bound
+from gangline.core.policy.requests import Request
 from gangline.core.policy.world import World
 
 
@@ -25,4 +29,19 @@ def closed(world: World, job: Job, chunk: list[Rank]) -> Refusal | None:
                 return over_bound("over_limit", queue.name, r, need[r], queue.limit[r] - queue.allocated[r])
             if need[r] and not job.preemptible and queue.nonpreemptible[r] + need[r] > queue.quota[r]:
                 return over_bound("over_quota", queue.name, r, need[r], queue.quota[r] - queue.nonpreemptible[r])
+    return _closed_by_model(world, job, chunk) if job.queue.models and need[0] else None
+
+
+def _closed_by_model(world: World, job: Job, chunk: list[Rank]) -> Refusal | None:
+    """Return which queue has too little left of the models that will do, for ranks that ask for the same."""
+    need: dict[Request, int] = {}
+    for rank in chunk:
+        need[rank.request] = need.get(rank.request, 0) + rank.request.vector(world.largest_device_mib)[0]
+    for request, gpus in need.items():
+        models = world.models_of(request)
+        if not gpus or not models or any(model not in job.queue.models for model in models):
+            continue
+        queue, left = tightest(job, models)
+        if sum(left.values()) < gpus:
+            return over_model_bound(queue, gpus, left)
     return None

@@ -45,6 +45,7 @@ from gangline.core.policy.admission import gate
 from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
 from gangline.core.policy.handout import Given, placed_devices
 from gangline.core.policy.migplan import most
+from gangline.core.policy.models import ModelSpec, left_of
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.queues import QueueSpec
@@ -132,15 +133,12 @@ class Mirror:
         if self._tree is not state.queues or scratch.everything_moved:
             self._rebuild(state, now_ms)
         else:
-            # Which model a gang that takes several gets depends on what is free now.
-            for job, models in self._undecided.items():
-                if job not in scratch.moved and any(self._models(leaf) != models[leaf.index] for leaf in self._wavering(state.jobs[job])):
-                    scratch.moved[job] = None
             for job in self._growing:
                 if job not in scratch.moved and not may_grow(state.jobs[job], now_ms):
                     scratch.moved[job] = None
             if scratch.moved or scratch.moved_nodes:
                 self._update(state, now_ms)
+        self._decide_again(state, now_ms)
         for path in state.queues.half_lives_ms:
             queue = self.world.queues[path]
             queue.usage = usage_of(state.usage, state.queues, path, now_ms)
@@ -166,8 +164,9 @@ class Mirror:
         self.__init__()  # type: ignore[misc]
         self._now_ms = now_ms
         self._tree = state.queues
-        for spec in _queue_specs(state.queues):
-            self.world.add_queue(spec)
+        specs = _queue_specs(state.queues)
+        self.world.add_queues(specs)
+        for spec in specs:
             self._protection_s = max(self._protection_s, spec.reclaim_min_runtime_s or 0.0, spec.preempt_min_runtime_s or 0.0)
         up = {n.id: n for n in state.nodes.values() if n.status == "up"}
         self._describe(up.values())
@@ -199,6 +198,14 @@ class Mirror:
             if job_id in state.jobs:
                 self._add(state, state.jobs[job_id], now_ms)
 
+    def _decide_again(self, state: State, now_ms: int) -> None:
+        """Which model a gang that takes several gets depends on what is free, and on what its queue holds, now."""
+        for job_id, models in list(self._undecided.items()):
+            job = state.jobs[job_id]
+            if any(self._models(job, leaf) != models[leaf.index] for leaf in self._wavering(job)):
+                self._remove(job_id)
+                self._add(state, job, now_ms)
+
     # ---------------------------------------------------------------- nodes
 
     def _describe(self, nodes: Iterable[StateNode]) -> None:
@@ -211,6 +218,7 @@ class Mirror:
             self._specs[node.id] = NodeSpec(
                 node.id, gpus=len(usable), gpu_memory_mib=min((g.memory_mib for g in usable), default=0), cpu_milli=node.registration.cpus_milli,
                 memory_bytes=node.registration.memory_mib * _MIB, max_pods=_PODS, mig_layout=_layout(usable),
+                gpu_model=_model(node),
                 links=links if len(set(links)) > 1 and len({len(path) for path in links}) == 1 else (),
                 labels={**node.registration.labels, NODE_LEVEL: node.id, _MODEL_LABEL: _model(node)},
             )  # fmt: skip
@@ -520,7 +528,7 @@ class Mirror:
         if like:
             models = tuple(sorted({_model(self._nodes[n]) for n in like})) if leaf.resources.gpus and len(self._by_model) > 1 else ()
         else:
-            models = self._models(leaf)
+            models = self._models(job, leaf)
         if len(leaf.resources.gpu_models) > 1 and models and not like:
             self._undecided.setdefault(job.id, {})[leaf.index] = models
         avoid = {n for n, until in job.avoid.items() if until > now_ms}
@@ -539,13 +547,21 @@ class Mirror:
         """Return the leaves of a job that take one of several models."""
         return [leaf for leaf in leaves(job.spec) if leaf.index in self._undecided[job.id]]
 
-    def _models(self, leaf: Leaf) -> tuple[str, ...]:
-        """The first model of the list of which enough is free for all of the ranks; all of them while there is none."""
+    def _models(self, job: StateJob, leaf: Leaf) -> tuple[str, ...]:
+        """The first model of the list of which enough is free, and allowed, for all of the ranks; all of them while there is none."""
         models = leaf.resources.gpu_models
         if len(models) < 2:
             return models
         free = self._free_by_model()
-        return next(((model,) for model in models if free.get(model, 0) >= self._devices_for(leaf, model)), models)
+        some = (model for model in models if free.get(model, 0) >= self._devices_for(leaf, model) and self._allows(job, leaf, model))
+        return next(((model,) for model in some), models)
+
+    def _allows(self, job: StateJob, leaf: Leaf, model: str) -> bool:
+        """Whether the queue of a job may have all ranks of a leaf on one model now."""
+        queue = self.world.queues[self._tree.leaf_of(job.spec.queue) if self._tree is not None else job.spec.queue]
+        if model not in queue.models:
+            return True
+        return left_of(queue, model, job.spec.preemptible) >= leaf.gang.ranks * leaf.resources.charged_milli(self._smallest_memory().get(model, 0))
 
     def _devices_for(self, leaf: Leaf, model: str) -> int:
         """Return how many free GPUs of a model hold all ranks of a leaf; GPUs that are shared or partitioned already are not counted on."""
@@ -685,6 +701,12 @@ def _queue_specs(tree: QueueTree) -> list[QueueSpec]:
     return out
 
 
+def _models_spec(spec: DeclaredQueue) -> tuple[ModelSpec, ...]:
+    quotas, limits, weights = spec.quota.models, spec.limit.models, spec.over_quota_weight.models
+    named = sorted({*quotas, *limits, *weights})
+    return tuple((model, quotas.get(model), limits.get(model, UNLIMITED), weights.get(model)) for model in named)
+
+
 def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
     def vector(amounts: object) -> tuple[int, int, int]:
         gpus, cpus, memory = (getattr(amounts, f) for f in ("gpus_milli", "cpus_milli", "memory_mib"))
@@ -697,5 +719,5 @@ def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
         spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
         weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
         reclaim_min_runtime_s=MIN_RUNTIME_S if spec.reclaim_min_runtime_s is None and not spec.parent else spec.reclaim_min_runtime_s,
-        preempt_min_runtime_s=spec.preempt_min_runtime_s, user_fairness=spec.user_fairness,
+        preempt_min_runtime_s=spec.preempt_min_runtime_s, user_fairness=spec.user_fairness, models=_models_spec(spec),
     )  # fmt: skip

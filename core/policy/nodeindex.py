@@ -3,21 +3,22 @@
 An index covers all nodes or those of one topology domain. It reads from `World.touched` which nodes have changed since it was last asked, so
 changes cost nothing until somebody asks, and then only what has changed is sorted in again.
 
-Nodes with devices are in one bucket for each combination of (what will be idle, devices free now, devices free later); there are few of these.
+Nodes with devices are in one bucket for each combination of (what will be idle, devices free now, devices free later, GPU model); there are few
+of these.
 For ranks without devices all nodes are sorted by idle CPU, those that have no devices apart.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import merge
 
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.world import World
 
-#: what will be idle in thousandths of a device, devices free now, devices free later
-Bucket = tuple[int, int, int]
+#: what will be idle in thousandths of a device, devices free now, devices free later, their model
+Bucket = tuple[int, int, int, str]
 
 
 class NodeIndex:
@@ -38,7 +39,7 @@ class NodeIndex:
         self._partitioned: dict[int, None] = {}
         self._members = {n.index: n for n in nodes}
         for node in nodes:
-            bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count())
+            bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count(), node.model)
             self._bucket_of[node.index] = bucket
             self._buckets.setdefault(bucket, []).append(node.index)
             self._cpu_of[node.index] = node.cpu_later
@@ -69,7 +70,7 @@ class NodeIndex:
         self._read = 0
 
     def _update(self, at: int, node: Node) -> None:
-        bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count())
+        bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count(), node.model)
         old = self._bucket_of[at]
         if bucket != old:
             some = self._buckets[old]
@@ -98,11 +99,10 @@ class NodeIndex:
         self.sync()
         return sum(bucket[2] // devices * len(some) for bucket, some in self._buckets.items())
 
-    def fullest(self, devices: int, now: bool) -> Iterator[Node]:
-        """Return the nodes with so many devices free, now or later: the fullest first, then by name."""
+    def fullest(self, devices: int, now: bool, without: Collection[str] = ()) -> Iterator[Node]:
+        """Return the nodes with so many devices free, now or later, of other models than these: the fullest first, then by name."""
         self.sync()
-        which = 1 if now else 2
-        buckets = sorted(b for b in self._buckets if b[which] >= devices)
+        buckets = sorted(b for b in self._buckets if (b[1] if now else b[2]) >= devices and b[3] not in without)
         at = 0
         while at < len(buckets):
             end = at

@@ -47,6 +47,8 @@ class NodeSpec:
     mig_layout: MigLayout | None = None
     links: tuple[tuple[int, ...], ...] = ()
     zones: tuple[tuple[tuple[int | None, int | None, int | None], tuple[int | None, int | None, int | None]], ...] = ()
+    #: of its GPUs; "" where that does not matter
+    gpu_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Node:
 
     __slots__ = (
         "cpu_idle", "cpu_later", "dev_idle", "dev_later", "full", "gpus", "index", "later_mask", "later_milli", "legacy_mig",
-        "memory_idle", "memory_later", "mig_idle", "mig_later", "mig_only", "name", "now_mask", "pods_idle", "pods_later", "sharing",
+        "memory_idle", "memory_later", "mig_idle", "mig_later", "mig_only", "model", "name", "now_mask", "pods_idle", "pods_later", "sharing",
         "slots_idle", "slots_later", "spec", "zones",
     )  # fmt: skip
 
@@ -78,6 +80,7 @@ class Node:
         #: position in the order of names
         self.index = -1
         self.gpus = spec.gpus
+        self.model = spec.gpu_model
         self.mig_only = spec.mig is not None and spec.mig_strategy == "mixed"
         self.cpu_idle = self.cpu_later = spec.cpu_milli
         self.memory_idle = self.memory_later = spec.memory_bytes

@@ -7,7 +7,8 @@ Between queues, level by level from the top, each represented by its best job; t
 3. higher queue priority
 4. a queue that would use a resource of which it may have nothing goes last
 5. smaller dominant share, its next job included: the largest, over the resources, of allocated / allocatable, where allocatable is
-   max(quota, fair share) capped by the limit, the whole cluster if unlimited; if it is zero, a thousand times what is allocated counts
+   max(quota, fair share) capped by the limit, the whole cluster if unlimited; if it is zero, a thousand times what is allocated counts. GPU
+   models that queues name are resources of their own here, without the next job, whose model is not known yet
 6. the same without the next job
 7. smaller allocatable share
 8. older queue
@@ -29,6 +30,7 @@ from heapq import heappop, heappush
 
 from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, growing, next_chunk, waiting
 from gangline.core.policy.lostwork import victim_keys
+from gangline.core.policy.models import furthest
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
@@ -49,8 +51,11 @@ def queue_key(world: World, queue: Queue, chunk: Vector, picked: Vector = ZERO) 
     over = a[0] > f[0] and a[1] > f[1] and a[2] > f[2]
     above_quota = more[0] > q[0] or more[1] > q[1] or more[2] > q[2]
     uses_nothing = (more[0] > 0 and able[0] == 0) or (more[1] > 0 and able[1] == 0) or (more[2] > 0 and able[2] == 0)
-    with_chunk = dominant_share(world, queue, subtract(more, picked))
-    return (over, above_quota, -queue.priority, uses_nothing, with_chunk, dominant_share(world, queue, a), *able, queue.seq)
+    with_chunk, without = dominant_share(world, queue, subtract(more, picked)), dominant_share(world, queue, a)
+    if queue.models:
+        of_models = furthest(queue)
+        with_chunk, without = max(with_chunk, of_models), max(without, of_models)
+    return (over, above_quota, -queue.priority, uses_nothing, with_chunk, without, *able, queue.seq)
 
 
 def dominant_share(world: World, queue: Queue, amount: Vector) -> float:
@@ -243,11 +248,15 @@ def waiting_order(world: World, growth: bool = False) -> JobOrder:
 
 @dataclass(frozen=True)
 class Slice:
-    """Ranks of one job that are given up together, and what the queue is charged for each. `last`: nothing of the job is left after it."""
+    """Ranks of one job that are given up together, and what the queue is charged for each. `last`: nothing of the job is left after it.
+
+    `models` are the GPU models that they are charged for, where queues have amounts by model.
+    """
 
     job: Job
     ranks: tuple[Rank, ...]
     vectors: tuple[Vector, ...]
+    models: tuple[str, ...]
     vector: Vector
     last: bool
 
@@ -297,5 +306,5 @@ def _slices(job: Job, protected: bool) -> list[Slice]:
         vector = ZERO
         for rank in ranks:
             vector = add(vector, rank.charged)
-        out.append(Slice(job, tuple(ranks), tuple(r.charged for r in ranks), vector, last))
+        out.append(Slice(job, tuple(ranks), tuple(r.charged for r in ranks), tuple(r.model for r in ranks), vector, last))
     return out

@@ -15,6 +15,7 @@ from functools import partial
 from gangline.core.policy import refusals, topology
 from gangline.core.policy.even import Evenly
 from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState, waiting
+from gangline.core.policy.models import left_of
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.predicates import fit, fit_alike
@@ -190,8 +191,12 @@ class Placer:
 
     def _fill(self, ranks: list[Rank], at: int, index: NodeIndex, now: bool, wait: bool) -> int:
         """Place ranks from position `at` on, as long as there is room; return the position of the first that has no place."""
-        for node in candidates(ranks[at].request, index, now):
-            some = fit_alike(ranks[at].request, len(ranks) - at, node, now, not wait)
+        request, job = ranks[at].request, ranks[at].job
+        for node in candidates(ranks[at], index, now):
+            most = len(ranks) - at
+            if job.queue.models and request.count:
+                most = min(most, left_of(job.queue, node.model, job.preemptible) // (request.count * request.milli))
+            some = fit_alike(request, most, node, now, not wait) if most > 0 else []
             if some:
                 self._world.place_alike(ranks[at : at + len(some)], node, some, wait)
                 at += len(some)

@@ -1,6 +1,6 @@
 """No thrash: what must fall with every eviction, looked at before the eviction is made.
 
-**Reclaim.** Each queue has a rank among its siblings, for what it is allocated in all resources:
+**Reclaim.** Each queue has a rank among its siblings, for what it is allocated of all resources and of the GPU models that are taken:
 
     2  above its allocatable share, max(quota, fair share) capped by its limit, in some resource
     1  not so, but above its quota in some
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 
-from gangline.core.policy.gangs import Job, Rank, RankState, put_back
+from gangline.core.policy.gangs import Job, RankState, put_back
 from gangline.core.policy.queues import Queue, path_split
 from gangline.core.policy.report import Action, Notes
 from gangline.core.policy.requests import UNLIMITED, Vector, add, subtract, within
@@ -42,7 +42,7 @@ def rises(world: World, job: Job, mark: int, action: Action) -> str:
     losers = list(dict.fromkeys(rank.job for rank in lost))
     if action == "consolidate":
         return f"{losers[0].name} would lose its place" if losers else ""
-    before = _before(changed)
+    before = _before(world, mark)
     wrong = (_circle(world, job, loser) or _wrong(job, loser, before, action) for loser in losers)
     return next((why for why in wrong if why), "")
 
@@ -53,7 +53,7 @@ def turned(world: World, notes: Notes, mark: int) -> list[Job]:
     Within a session a reservation can be taken over by who may evict its holder. What had been evicted for the holder is then evicted for the
     other one, and the potential must have fallen between these two as well. `mark` is where the evictions of the session began.
     """
-    before = _before(world.charged_before(mark))
+    before = _before(world, mark)
     found: dict[Job, None] = {}
     for rank, (action, beneficiary) in notes.causes.items():
         job = world.jobs.get(beneficiary)
@@ -70,7 +70,7 @@ def _circle(world: World, job: Job, loser: Job) -> str:
     return f"{loser.name} would make room for {job.name}, which has just made room for it"
 
 
-def _wrong(job: Job, loser: Job, before: dict[Queue, Vector], action: Action) -> str:
+def _wrong(job: Job, loser: Job, before: _Before, action: Action) -> str:
     """Return how the potential does not fall when one loses its place to the other; `before` is what the queues were allocated."""
     if action == "preempt":
         good = loser.queue is job.queue and loser.priority < job.priority
@@ -79,7 +79,8 @@ def _wrong(job: Job, loser: Job, before: dict[Queue, Vector], action: Action) ->
     if split is None:
         return f"{loser.name} is in the queue of {job.name}"
     mine, theirs = split
-    was, becomes = _height(theirs, before.get(theirs, theirs.allocated)), _height(mine, mine.allocated)
+    taken = before.lost.get(loser, {})
+    was, becomes = _height(theirs, *before.of(theirs), taken), _height(mine, mine.allocated, _by_model(mine), taken)
     if was[0] == 0:
         return f"{theirs.name} is within quota and would lose {loser.name}"
     if becomes >= was:
@@ -87,18 +88,52 @@ def _wrong(job: Job, loser: Job, before: dict[Queue, Vector], action: Action) ->
     return ""
 
 
-def _before(changed: dict[Rank, Vector]) -> dict[Queue, Vector]:
-    """What queues were allocated before ranks changed that were charged so much for then."""
-    before: dict[Queue, Vector] = {}
-    for rank, vector in changed.items():
+class _Before:
+    """What queues were allocated before, in all and by GPU model, as far as that has changed since."""
+
+    def __init__(self) -> None:
+        self.vectors: dict[Queue, Vector] = {}
+        self.models: dict[Queue, dict[str, int]] = {}
+        #: by job the models that its ranks have left
+        self.lost: dict[Job, dict[str, None]] = {}
+
+    def of(self, queue: Queue) -> tuple[Vector, dict[str, int]]:
+        """Return it for one queue."""
+        return self.vectors.get(queue, queue.allocated), self.models.get(queue, {}) or _by_model(queue)
+
+
+def _before(world: World, mark: int) -> _Before:
+    found = _Before()
+    for rank, (vector, model) in world.charged_before(mark).items():
+        if model and model != rank.model:
+            found.lost.setdefault(rank.job, {})[model] = None
         for queue in rank.job.queue.path:
-            before[queue] = add(before.get(queue, queue.allocated), subtract(vector, rank.charged))
-    return before
+            found.vectors[queue] = add(found.vectors.get(queue, queue.allocated), subtract(vector, rank.charged))
+            if queue.models:
+                by_model = found.models.setdefault(queue, _by_model(queue))
+                for which, by in ((model, vector[0]), (rank.model, -rank.charged[0])):
+                    if which in by_model:
+                        by_model[which] += by
+    return found
 
 
-def _height(queue: Queue, allocated: Vector) -> tuple[int, float]:
+def _by_model(queue: Queue) -> dict[str, int]:
+    return {model: account.allocated for model, account in queue.models.items()}
+
+
+def _height(queue: Queue, allocated: Vector, by_model: dict[str, int], taken: dict[str, None]) -> tuple[int, float]:
     rank = 2 if not within(allocated, queue.allocatable) else 1 if not within(allocated, queue.quota) else 0
     ratios = [_ratio(a, share) for a, share in zip(allocated, queue.fair_share, strict=True) if a and share < UNLIMITED]
+    for model in taken:
+        account, has = queue.models[model], by_model[model]
+        over_quota = account.quota is not None and has > account.quota
+        # Who names no quota of a model is bounded by that of all GPUs alone.
+        if has > account.allocatable and (over_quota or allocated[0] > queue.quota[0]):
+            rank = 2
+        elif over_quota:
+            rank = max(rank, 1)
+        if has and account.fair_share < UNLIMITED:
+            ratios.append(_ratio(has, account.fair_share))
     return rank, max(ratios, default=0.0)
 
 

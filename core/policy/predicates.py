@@ -3,7 +3,7 @@
 `fit` answers for now (the rank could start) or for later (it could have a reservation). The rules about kinds of devices: a node whose MIG mode
 is mixed takes MIG ranks and ranks without devices; one whose instances pass for whole devices takes no shares; profiles must match exactly; a
 node with a rank of the old MIG kind takes no new MIG rank, and a waiting rank of that kind is never placed. What a memory request is charged
-depends on the node's devices, so limits and quotas are looked at once more here.
+depends on the node's devices, so limits and quotas are looked at once more here; and those by GPU model (models.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from gangline.core.policy import devices, migplan, numa
 from gangline.core.policy.gangs import Rank
 from gangline.core.policy.linkaffinity import nearest_devices
+from gangline.core.policy.models import left_of
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.requests import GPU, Request, within
 from gangline.core.policy.world import World
@@ -23,6 +24,8 @@ def fit(world: World, rank: Rank, node: Node, now: bool, own: Place | None = Non
         return None
     if request.count or request.mig or request.legacy_mig:
         if not right_kind(node, request):
+            return None
+        if rank.job.queue.models and not _model_allowed(rank, node):
             return None
     elif request.plain and not node.zones:
         return Place(node)
@@ -148,6 +151,11 @@ def _labels(rank: Rank) -> tuple[tuple[str, str], ...]:
 
 def _value(node: Node, label: str) -> str | None:
     return node.name if label in ("hostname", "kubernetes.io/hostname") else node.spec.labels.get(label)
+
+
+def _model_allowed(rank: Rank, node: Node) -> bool:
+    gpus = rank.request.vector(node.spec.gpu_memory_mib)[0]
+    return left_of(rank.job.queue, node.model, rank.job.preemptible) >= gpus
 
 
 def _within_bounds(rank: Rank, node: Node, world: World) -> bool:

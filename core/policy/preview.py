@@ -32,6 +32,7 @@ def in_vain(world: World, placer: Placer, notes: Notes) -> list[Job]:
     moved = [(r.job, world.jobs[notes.causes[r][1]]) for r in changed if r.state is RankState.EVICTED and r.reservation is not None]
     had = {job: _due(job) for job in [*notes.served, *(job for job, _ in moved)]}
     shares = [(q, q.fair_share) for q in world.queues.values()]
+    by_model = [(account, account.fair_share) for q in world.queues.values() for account in q.models.values()]
     mark = world.checkpoint()
     for rank in changed:
         if rank.reservation is not None:
@@ -46,4 +47,6 @@ def in_vain(world: World, placer: Placer, notes: Notes) -> list[Job]:
     world.rollback(mark)
     for queue, share in shares:
         queue.set_fair_share(share)
+    for account, part in by_model:
+        account.set_fair_share(part)
     return list(dict.fromkeys([*(job for job in notes.served if job in worse), *(served for job, served in moved if job in worse)]))

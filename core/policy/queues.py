@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gangline.core.policy.models import ModelAccount, ModelSpec
 from gangline.core.policy.requests import UNLIMITED, ZERO, Vector
 
 if TYPE_CHECKING:
@@ -35,13 +36,15 @@ class QueueSpec:
     preempt_min_runtime_s: float | None = None
     #: users of this leaf take turns (turns.py)
     user_fairness: bool = False
+    #: amounts by GPU model (models.py)
+    models: tuple[ModelSpec, ...] = ()
 
 
 class Queue:
     """One queue. Only World and the fair share change it."""
 
     __slots__ = (
-        "allocated", "allocatable", "children", "created", "depth", "fair_share", "limit", "name", "nonpreemptible", "parent", "path",
+        "allocated", "allocatable", "children", "created", "depth", "fair_share", "limit", "models", "name", "nonpreemptible", "parent", "path",
         "preempt_min_runtime_s", "priority", "quota", "reclaim_min_runtime_s", "seq", "spec", "usage", "user_fairness", "user_usage", "users",
         "waiting", "weight", "working", "yielding",
     )  # fmt: skip
@@ -69,6 +72,8 @@ class Queue:
         self.working: dict[Job, None] = {}
         #: those of them that can be preempted, by priority with what their waiting has added; no priority is in it without jobs
         self.yielding: dict[int, dict[Job, None]] = {}
+        #: by GPU model; empty while no queue of the world names any
+        self.models: dict[str, ModelAccount] = {}
         #: what it has held on average in the past, as parts of what the cluster had then; None: the past does not count
         self.usage: tuple[float, float, float] | None = None
         #: where users take turns: what each is charged, and the usage of each, in the units of `usage`

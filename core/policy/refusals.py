@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 from gangline.core.policy import migplan
 from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of
+from gangline.core.policy.models import closed_models, tightest
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.predicates import right_kind
+from gangline.core.policy.queues import Queue
 from gangline.core.policy.requests import GPU, RESOURCES, Request, Vector, add, mig_gpus
 from gangline.core.policy.world import World
 
@@ -52,6 +54,16 @@ def over_bound(kind: str, queue: str, r: int, need: int, have: int) -> Refusal:
     which = "limit" if kind == "over_limit" else "quota for work that cannot be preempted"
     message = f"needs {amount(r, need)}, but queue {queue} has {amount(r, max(have, 0))} left of its {which}"
     return Refusal(kind, message, {RESOURCES[r]: need}, {RESOURCES[r]: have}, (queue,))
+
+
+def over_model_bound(queue: Queue, need: int, left: dict[str, int]) -> Refusal:
+    """A queue's limits of GPU models, or its quotas of them for work that cannot be preempted, do not allow it. Amounts in thousandths."""
+    limited = all(max(0, queue.models[model].left(True)) <= value for model, value in left.items())
+    kind = "over_limit" if limited else "over_quota"
+    which = "limit" if kind == "over_limit" else "quota for work that cannot be preempted"
+    has = ", ".join(f"{value / 1000:g} {model}" for model, value in left.items())
+    message = f"needs {amount(0, need)}, but queue {queue.name} has {has} left of its {which} by GPU model"
+    return Refusal(kind, message, {RESOURCES[0]: need}, {RESOURCES[0]: sum(left.values())}, (queue.name,))
 
 
 def no_such_topology(topology: str, level: str) -> Refusal:
@@ -102,6 +114,13 @@ def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node])
     need = charge_of(ranks, world.smallest_device_mib)
     # The chunk's first ranks may have found places before this one did not.
     found = charge_of([r for r in ranks if r.counts], world.smallest_device_mib)
+    closed = closed_models(rank.job, request.vector(world.largest_device_mib)[0])
+    if closed:
+        allowed = [n for n in nodes if n.model not in closed]
+        if not any(n.gpus for n in allowed):
+            queue, left = tightest(rank.job, closed)
+            return over_model_bound(queue, need[0], left)
+        nodes = allowed
     nodes = nodes if nodes is world.nodes and request.plain and any(world.free_later()) else [n for n in nodes if n.pods_later > 0]
     if not nodes:
         return Refusal("no_nodes", "no node takes new ranks: all are lost, cordoned or draining")

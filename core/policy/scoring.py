@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from gangline.core.policy import devices, migplan
 from gangline.core.policy.gangs import Rank
+from gangline.core.policy.models import closed_models
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Node, Place
 from gangline.core.policy.predicates import fit, must_wait
@@ -75,16 +76,19 @@ def _best_instances(world: World, rank: Rank, index: NodeIndex, own: Place | Non
 
 def _by_index(world: World, rank: Rank, index: NodeIndex, own: Place | None) -> tuple[Place, bool] | None:
     for now in (True, False):
-        for node in candidates(rank.request, index, now):
+        for node in candidates(rank, index, now):
             place = fit(world, rank, node, now, own)
             if place is not None:
                 return place, not now
     return None
 
 
-def candidates(request: Request, index: NodeIndex, now: bool) -> Iterator[Node]:
-    """Return the nodes that have the devices, or the CPU, that a plain request asks for, the best one first."""
-    return index.fullest(request.count, now) if request.count else index.least_cpu(request.cpu_milli)
+def candidates(rank: Rank, index: NodeIndex, now: bool) -> Iterator[Node]:
+    """Return the nodes that have the devices, or the CPU, that a rank with a plain request asks for, the best one first."""
+    request = rank.request
+    if not request.count:
+        return index.least_cpu(request.cpu_milli)
+    return index.fullest(request.count, now, closed_models(rank.job, request.count * request.milli) if rank.job.queue.models else ())
 
 
 def _by_score(world: World, rank: Rank, nodes: list[Node], own: Place | None) -> tuple[Place, bool] | None:

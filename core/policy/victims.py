@@ -28,8 +28,10 @@ from gangline.core.policy.placing import Placer
 from gangline.core.policy.requests import Vector
 from gangline.core.policy.world import World
 
-#: what would be lost, (job, vector) in victim order, and what the preemptor asks for → whether the pass agrees
-Validate = Callable[[list[tuple[Job, Vector]], Vector], bool]
+#: a slice that would be lost: its job, what the queue is charged for it, and that by GPU model where queues have amounts of these
+Lost = tuple[Job, Vector, dict[str, int]]
+#: what would be lost, in victim order, and what the preemptor asks for → whether the pass agrees
+Validate = Callable[[list[Lost], Vector], bool]
 
 _GIVEN_UP = (RankState.EVICTED, RankState.WITHDRAWN)
 
@@ -155,16 +157,19 @@ class VictimSearch:
 
     def _agrees(self, slices: list[Slice], vector: Vector, partial: bool) -> bool:
         """Whether the pass agrees with what is lost, and somebody is evicted; a part of the chunk may fit without that."""
-        lost: list[tuple[Job, Vector]] = []
+        lost: list[Lost] = []
         evicted = partial
         for step in slices:
             g = c = m = 0
-            for rank, charged in zip(step.ranks, step.vectors, strict=True):
+            models: dict[str, int] = {}
+            for rank, charged, model in zip(step.ranks, step.vectors, step.models, strict=True):
                 evicted = evicted or rank.state in _GIVEN_UP
                 if put_back(rank) or (rank.state is RankState.EVICTED and self._world.options.no_thrash):
                     g, c, m = g + charged[0], c + charged[1], m + charged[2]
+                    if model:
+                        models[model] = models.get(model, 0) + charged[0]
             if g or c or m:
-                lost.append((step.job, (g, c, m)))
+                lost.append((step.job, (g, c, m), models))
         return evicted and self._validate(lost, vector)
 
 

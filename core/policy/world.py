@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from gangline.core.policy import models
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, put_back, waiting
 from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
@@ -89,6 +90,9 @@ class World:
         self._stirred: dict[Node, None] = {}
         self._requests: dict[Request, Request] = {}
         self._shapes: dict[object, int] = {}
+        self._gpus_by_model: tuple[int, dict[str, int]] = (-1, {})
+        #: by number of a request: the models of its nodes, with the `node_version`
+        self._models_of: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._journal: list[tuple[str, Rank, RankState, Place | None, Vector, tuple[Rank, ...]]] = []
         #: what jobs would lose if they stopped now; None where nothing is known of it
         self.losses: Losses | None = None
@@ -158,20 +162,47 @@ class World:
         self.smallest_device_mib, self.largest_device_mib = min(memories, default=0), max(memories, default=0)
 
     def add_queue(self, spec: QueueSpec) -> Queue:
-        """Add a queue below its parent, which must exist. Names must be unique."""
+        """Add a queue below its parent, which must exist. Names must be unique. All queues come before the first job."""
+        self.add_queues([spec])
+        return self.queues[spec.name]
+
+    def add_queues(self, specs: Iterable[QueueSpec]) -> None:
+        """Add many queues at once, parents before children."""
+        for spec in specs:
+            self._add_queue(spec)
+        for queue in self.queues.values():
+            queue.children.sort(key=lambda q: (q.created, q.name))
+        for at, queue in enumerate(sorted(self.queues.values(), key=lambda q: (q.depth, q.created, q.name))):
+            queue.seq = at
+        if any(queue.spec.models for queue in self.queues.values()):
+            models.open_accounts(self.queues.values())
+
+    def _add_queue(self, spec: QueueSpec) -> None:
         if spec.name in self.queues:
             raise ValueError(f"queue {spec.name!r} is there already")
         if spec.parent and spec.parent not in self.queues:
             raise ValueError(f"queue {spec.name!r} has the parent {spec.parent!r}, which is not there")
-        parent = self.queues[spec.parent] if spec.parent else None
-        queue = Queue(spec, parent)
-        if parent is not None:
-            parent.children.append(queue)
-            parent.children.sort(key=lambda q: (q.created, q.name))
+        queue = Queue(spec, self.queues[spec.parent] if spec.parent else None)
+        if queue.parent is not None:
+            queue.parent.children.append(queue)
         self.queues[spec.name] = queue
-        for at, q in enumerate(sorted(self.queues.values(), key=lambda q: (q.depth, q.created, q.name))):
-            q.seq = at
-        return queue
+
+    def gpus_by_model(self) -> dict[str, int]:
+        """Return how many thousandths of a GPU the nodes have of each model."""
+        if self._gpus_by_model[0] != self.node_version:
+            found: dict[str, int] = {}
+            for node in self.nodes:
+                found[node.model] = found.get(node.model, 0) + node.gpus * GPU
+            self._gpus_by_model = (self.node_version, found)
+        return self._gpus_by_model[1]
+
+    def models_of(self, request: Request) -> tuple[str, ...]:
+        """Return the GPU models of the nodes that a request names, of all nodes with GPUs if it names none."""
+        known = self._models_of.get(request.number)
+        if known is None or known[0] != self.node_version:
+            some = self.nodes if request.nodes is None else [self.node_by_name[n] for n in request.nodes if n in self.node_by_name]
+            known = self._models_of[request.number] = (self.node_version, tuple(sorted({n.model for n in some if n.gpus or n.mig_only})))
+        return known[1]
 
     def roots(self) -> list[Queue]:
         """Return the top queues, oldest first."""
@@ -352,6 +383,10 @@ class World:
             waits, one = job.queue.waiting, request.vector(self.smallest_device_mib)
             job.queue.waiting = (waits[0] - count * one[0], waits[1] - count * one[1], waits[2] - count * one[2])
         charged = request.vector(node.spec.gpu_memory_mib)
+        if job.queue.models:
+            for rank in ranks:
+                rank.model = node.model if by > 0 and charged[0] else ""
+            models.charge_queues(job, node.model, count * charged[0])
         self._charge_queues(job, count * charged[0], count * charged[1], count * charged[2])
 
     def _undo_alike(self, ranks: tuple[Rank, ...], wait: bool) -> None:
@@ -414,12 +449,13 @@ class World:
         """Return the ranks that were changed since the checkpoint, each once, in order of their first change."""
         return list(dict.fromkeys(rank for entry in self._journal[checkpoint:] for rank in entry[5] or (entry[1],)))
 
-    def charged_before(self, checkpoint: int) -> dict[Rank, Vector]:
-        """Return what was charged at the checkpoint for the ranks that were changed since then."""
-        out: dict[Rank, Vector] = {}
-        for entry in self._journal[checkpoint:]:
-            for rank in entry[5] or (entry[1],):
-                out.setdefault(rank, entry[4])
+    def charged_before(self, checkpoint: int) -> dict[Rank, tuple[Vector, str]]:
+        """Return what was charged at the checkpoint for the ranks that were changed since then, and for which GPU model if queues name it."""
+        out: dict[Rank, tuple[Vector, str]] = {}
+        for _, first, _, place, charged, alike in self._journal[checkpoint:]:
+            model = place.node.model if place is not None and charged[0] else ""
+            for rank in alike or (first,):
+                out.setdefault(rank, (charged, model if model in rank.job.queue.models else ""))
         return out
 
     def commit(self) -> None:
@@ -445,6 +481,8 @@ class World:
         if vector == old:
             return
         rank.charged = vector
+        if rank.job.queue.models:
+            models.charge(rank, old[0], vector[0])
         self._charge_queues(rank.job, vector[0] - old[0], vector[1] - old[1], vector[2] - old[2])
 
     def _charge_queues(self, job: Job, g: int, c: int, m: int) -> None:

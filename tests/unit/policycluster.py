@@ -24,8 +24,8 @@ class Cluster:
         for node in nodes:
             self.join(node, gpus)
 
-    def join(self, node: str, gpus: int = 8, **labels: str) -> None:
-        devices = tuple(Gpu(i, f"{node}-{i}", "H100", 80_000) for i in range(gpus))
+    def join(self, node: str, gpus: int = 8, model: str = "H100", **labels: str) -> None:
+        devices = tuple(Gpu(i, f"{node}-{i}", model, 80_000) for i in range(gpus))
         self.add(ev.NodeJoined(registration=Registration(node, f"id-{node}", "b", node, "", devices, 64_000, 512_000, labels)))
 
     def add(self, *events: ev.LogEvent) -> None:

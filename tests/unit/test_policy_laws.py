@@ -49,6 +49,9 @@ class JobPlan:
     constraint: tuple[str, str, str, str] = ("", "", "", "")
     max_skew: int = 0
     runs: bool = False
+    user: str = ""
+    #: only nodes with this one
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,23 +61,39 @@ class Plan:
     nodes: list[NodeSpec]
     queues: list[QueueSpec]
     jobs: list[JobPlan] = field(default_factory=list)
+    #: by queue: its usage, and that of its user ann
+    used: dict[str, float | None] = field(default_factory=dict)
 
 
 @st.composite
 def plans(draw: Any, most_jobs: int = 9) -> Plan:
     pods = st.sampled_from([110, 3])
     nodes = [
-        NodeSpec(f"n{i}", draw(st.integers(0, 4)), 100, 64_000, 64 << 30, draw(pods), {"zone": f"z{i // 3}", "rack": f"r{i % 2}"})
+        NodeSpec(
+            f"n{i}", draw(st.integers(0, 4)), 100, 64_000, 64 << 30, draw(pods), {"zone": f"z{i // 3}", "rack": f"r{i % 2}"},
+            gpu_model=draw(st.sampled_from("AAB")),
+        )
         for i in range(draw(st.integers(1, 5)))
     ]
+    by_model = draw(st.sampled_from([False, False, True]))
+    amounts = st.sampled_from([None, 0, GPU, 2 * GPU, 4 * GPU])
+
+    def models() -> tuple[Any, ...]:
+        some = [(model, draw(amounts), draw(st.sampled_from([UNLIMITED, GPU, 3 * GPU])), draw(st.sampled_from([None, 0, 2]))) for model in "AB"]
+        return tuple(each for each in some if draw(st.booleans())) if by_model else ()
+
     bounds = st.sampled_from([0, GPU, 2 * GPU, 4 * GPU, UNLIMITED])
     queues = []
     for d in range(draw(st.integers(1, 2))):
-        queues.append(QueueSpec(f"d{d}", "", (draw(bounds), UNLIMITED, UNLIMITED), weight=(draw(st.integers(0, 2)), 1, 1), created=d))
+        weights = (draw(st.integers(0, 2)), 1, 1)
+        queues.append(QueueSpec(f"d{d}", "", (draw(bounds), UNLIMITED, UNLIMITED), weight=weights, created=d, models=models()))
         for q in range(draw(st.integers(1, 2))):
             limit = draw(st.sampled_from([UNLIMITED, UNLIMITED, 3 * GPU]))
             weights, priority = (draw(st.integers(0, 3)), 1, 1), draw(st.sampled_from([100, 100, 200]))
-            spec = QueueSpec(f"d{d}q{q}", f"d{d}", (draw(bounds), UNLIMITED, UNLIMITED), (limit, UNLIMITED, UNLIMITED), weights, priority, q)
+            spec = QueueSpec(
+                f"d{d}q{q}", f"d{d}", (draw(bounds), UNLIMITED, UNLIMITED), (limit, UNLIMITED, UNLIMITED), weights, priority, q,
+                preempt_min_runtime_s=draw(st.sampled_from([None, 100.0])), user_fairness=draw(st.booleans()), models=models(),
+            )  # fmt: skip
             queues.append(spec)
     leaves = [q.name for q in queues if q.parent]
     jobs = []
@@ -96,9 +115,12 @@ def plans(draw: Any, most_jobs: int = 9) -> Plan:
                 constraint=draw(st.sampled_from(CONSTRAINTS)),
                 max_skew=draw(st.integers(0, 2)),
                 runs=draw(st.booleans()),
+                user=draw(st.sampled_from(["ann", "bob"])),
+                model=draw(st.sampled_from(["", "", "A", "B"])),
             )
         )
-    return Plan(nodes, queues, jobs)
+    used = {q.name: draw(st.sampled_from([None, 0.0, 0.4, 1.0])) for q in queues}
+    return Plan(nodes, queues, jobs, used)
 
 
 def build(plan: Plan, placed: dict[str, tuple[RankState, Any]] | None = None) -> World:
@@ -108,6 +130,10 @@ def build(plan: Plan, placed: dict[str, tuple[RankState, Any]] | None = None) ->
     world.add_nodes(plan.nodes)
     for queue in sorted(plan.queues, key=lambda q: bool(q.parent)):
         world.add_queue(queue)
+    for name, used in plan.used.items():
+        queue = world.queues[name]
+        queue.usage = None if used is None else (used, used, used)
+        queue.user_usage = {} if used is None else {"ann": (used, used, used)}
     for job in plan.jobs:
         add(world, job, placed or {})
     return world
@@ -124,13 +150,15 @@ def add(world: World, plan: JobPlan, placed: dict[str, tuple[RankState, Any]]) -
         order=plan.order,
         root=PodsetGroup("", None, list(podsets)),
     )
+    job.user, job.started_s_ago = plan.user, 60.0 if plan.runs else None
     if any(plan.constraint):
         required, preferred, balanced, spread = plan.constraint
         job.constraint = Constraint("t", required, preferred, balanced=balanced, spread=spread, max_skew=plan.max_skew)
     places = {}
+    nodes = tuple(n.name for n in world.nodes if n.model == plan.model) if plan.model else None
     for at in range(plan.ranks):
         memory_mib = 0 if plan.milli else 33
-        request = Request(count=plan.count, milli=plan.milli, memory_mib=memory_mib, cpu_milli=1000, memory_bytes=1 << 30)
+        request = Request(count=plan.count, milli=plan.milli, memory_mib=memory_mib, cpu_milli=1000, memory_bytes=1 << 30, nodes=nodes)
         rank = Rank(job, at, f"{plan.name}-{at}", world.intern(request), None)
         rank.podset = podsets[at % len(podsets)]
         rank.podset.ranks.append(rank)
@@ -150,7 +178,7 @@ def best_place_of(world: World, node: str, devices: tuple[int, ...], milli: int)
 
 def warmed(plan: Plan) -> tuple[Plan, dict[str, tuple[RankState, Any]]]:
     """Place the jobs that run at the start, by allocating them alone, without quotas in the way."""
-    free = [replace(q, quota=(UNLIMITED,) * 3, limit=(UNLIMITED,) * 3) for q in plan.queues]
+    free = [replace(q, quota=(UNLIMITED,) * 3, limit=(UNLIMITED,) * 3, models=()) for q in plan.queues]
     world = build(Plan(plan.nodes, free, [j for j in plan.jobs if j.runs]))
     run_session(world, ["allocate"])
     return plan, running(world)
@@ -177,6 +205,8 @@ def picture(world: World) -> Any:
             for n in world.nodes
         ],
         [(q.name, q.allocated, q.nonpreemptible, q.waiting, sorted(j.name for j in q.working)) for q in world.queues.values()],
+        [(q.name, sorted(q.users.items())) for q in world.queues.values()],
+        [(q.name, m, a.allocated, a.nonpreemptible) for q in world.queues.values() for m, a in q.models.items()],
         [(r.name, r.state, r.place, r.reservation, r.charged) for j in world.jobs.values() for r in j.ranks],
         [(j.name, j.active, [p.active for p in j.podsets]) for j in world.jobs.values()],
         {
@@ -217,7 +247,7 @@ def test_the_order_of_the_input_does_not_matter(plan: Plan, random: Any) -> None
     nodes, queues, jobs = list(plan.nodes), list(plan.queues), list(plan.jobs)
     for some in (nodes, queues, jobs):
         random.shuffle(some)
-    assert told(run_session(build(Plan(nodes, queues, jobs), placed))) == first
+    assert told(run_session(build(Plan(nodes, queues, jobs, plan.used), placed))) == first
 
 
 @given(plans())
@@ -231,6 +261,33 @@ def test_rounds_come_to_rest(plan: Plan) -> None:
         evictions.append([(e.rank.name, e.action, e.beneficiary) for e in run_session(world).evictions])
         placed = running(world)
     assert evictions[-4:] == [[]] * 4, evictions
+
+
+@given(plans())
+@SETTINGS
+def test_within_the_quota_of_a_model_nothing_is_reclaimed(plan: Plan) -> None:
+    plan, placed = warmed(plan)
+    world = build(plan, placed)
+    had = {(q, m): a.allocated for q in world.queues.values() for m, a in q.models.items() if a.quota is not None and a.allocated <= a.quota}
+    decisions = run_session(world)
+    for eviction in decisions.evictions:
+        if eviction.action != "reclaim" or eviction.moved or not eviction.rank.request.count:
+            continue
+        mine, side = world.jobs[eviction.beneficiary].queue, eviction.rank.job.queue
+        for queue in side.path:
+            if queue not in mine.path:
+                assert (queue, eviction.place.node.model) not in had, f"{eviction.rank} was within the quota of {queue} and was reclaimed"
+
+
+@given(plans())
+@SETTINGS
+def test_gangs_that_are_young_are_not_preempted(plan: Plan) -> None:
+    plan, placed = warmed(plan)
+    world = build(plan, placed)
+    for eviction in run_session(world).evictions:
+        job = eviction.rank.job
+        if eviction.action == "preempt" and not eviction.moved and job.queue.preempt_min_runtime_s is not None and job.started_s_ago is not None:
+            assert job.active, f"{job} lost more than its surplus"
 
 
 @given(plans())
@@ -301,6 +358,7 @@ def claims(draw: Any) -> list[Claim]:
             weight=draw(st.integers(0, 4)),
             priority=draw(st.sampled_from([100, 100, 200])),
             age=at,
+            used=draw(st.sampled_from([None, 0.0, 0.3, 0.9])),
         )
         for at in range(draw(st.integers(1, 6)))
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gangline.core.model import events as ev
-from gangline.core.model.queues import Amounts, QueueSpec
+from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import Gang, JobSpec, Resources
 from gangline.core.policy.fairshare import Claim, divide
 from gangline.core.policy.mirror import Mirror
@@ -303,3 +303,175 @@ def test_many_users_and_jobs_cost_no_more_tries_than_shapes(monkeypatch: pytest.
     c.cycle()
     assert len(c.placed()) == 2
     assert len(tries) <= 4
+
+
+# ---------------------------------------------------------------- amounts by GPU model
+
+
+def mixed(*queues: QueueSpec) -> Cluster:
+    """Two nodes of 8 H100 and two of 8 A100."""
+    c = Cluster(*queues, n1=8, n2=8)
+    c.join("n3", 8, "A100")
+    c.join("n4", 8, "A100")
+    return c
+
+
+def gpus(milli: int, **models: int) -> Amounts:
+    return Amounts(gpus_milli=milli * 1000, models={model: count * 1000 for model, count in models.items()})
+
+
+def models_of(c: Cluster, *jobs: str) -> dict[str, int]:
+    """GPUs that the jobs hold by model."""
+    found: dict[str, int] = {}
+    for job in jobs:
+        for node, part in c.job(job).parts.items():
+            model = c.state.nodes[node].registration.gpus[0].model
+            found[model] = found.get(model, 0) + sum(len(r.gpus) for r in part.ranks.values())
+    return found
+
+
+def test_a_limit_of_a_model_is_never_exceeded_and_other_models_are_used_instead() -> None:
+    c = mixed(QueueSpec("q", limit=Amounts(models={"H100": 4_000})))
+    for n in range(4):
+        c.ask(f"j{n}", gpus=3)
+    c.ask("h", gpus=2, models=("H100",))
+    c.ask("last", gpus=1, models=("H100",))
+    c.cycle()
+    assert models_of(c, *c.placed()) == {"H100": 4, "A100": 9}
+    assert c.job("h").deferral is not None
+    deferral = c.job("h").deferral
+    assert (deferral.code, deferral.need, deferral.have) == ("over_limit", {"gpus": 2}, {"gpus": 1})
+    assert deferral.message == "needs 2 GPUs, but queue q has 1 H100 left of its limit by GPU model"
+
+
+def test_the_limit_holds_for_all_below() -> None:
+    c = mixed(QueueSpec("top", limit=Amounts(models={"H100": 4_000})), QueueSpec("top/a"), QueueSpec("top/b"))
+    c.ask("a", "top/a", gpus=3, models=("H100",))
+    c.ask("b", "top/b", gpus=3, models=("H100",))
+    c.cycle()
+    assert c.placed() == ["a"]
+    assert c.job("b").deferral.message == "needs 3 GPUs, but queue top has 1 H100 left of its limit by GPU model"
+    c.finish("a")
+    c.cycle()
+    assert c.placed() == ["b"]
+
+
+def test_a_gang_that_takes_several_models_gets_the_first_that_its_queue_may_use() -> None:
+    c = mixed(QueueSpec("q", limit=Amounts(models={"H100": 8_000})))
+    c.ask("one", gpus=4, models=("H100", "A100"))
+    c.ask("two", gpus=1, ranks=6, models=("H100", "A100"))
+    c.cycle()
+    assert (models_of(c, "one"), models_of(c, "two")) == ({"H100": 4}, {"A100": 6})
+    c.ask("three", gpus=1, ranks=12, models=("H100", "A100"))
+    c.cycle()
+    assert models_of(c, "three") == {}, "neither model has room for all of it"
+    c.finish("one")
+    c.finish("two")
+    c.cycle()
+    assert models_of(c, "three") == {"A100": 12}
+
+
+def test_what_cannot_be_preempted_stays_within_the_quota_of_a_model() -> None:
+    c = mixed(QueueSpec("q", quota=gpus(12, H100=4)))
+    for n in range(4):
+        c.ask(f"fixed{n}", gpus=2, models=("H100",), preemptible=False)
+    c.ask("other", gpus=8, models=("A100",), preemptible=False)
+    c.ask("free", gpus=4, models=("H100",))
+    c.cycle()
+    # The A100 is not named: only the quota of 12 GPUs bounds it.
+    assert c.placed() == ["fixed0", "fixed1", "other", "free"]
+    deferral = c.job("fixed2").deferral
+    assert deferral is not None
+    assert deferral.code == "over_quota"
+
+
+def test_within_its_quota_of_a_model_a_queue_keeps_it() -> None:
+    entitled = {"reclaim_min_runtime_s": 0.0}
+    c = mixed(QueueSpec("a", quota=gpus(4, H100=8), **entitled), QueueSpec("b", quota=gpus(28), **entitled))
+    c.ask("a1", "a", gpus=8, models=("H100",))
+    c.ask("a2", "a", gpus=8, models=("A100",))
+    c.cycle()
+    for job in c.placed():
+        c.run(job)
+    c.now += 1_000
+    for n in range(3):
+        c.ask(f"b{n}", "b", gpus=8)
+    c.cycle()
+    # a is far above its quota of 4 GPUs, but within that of 8 H100: it gives the A100.
+    assert [c.job(j).state for j in ("a1", "a2")] == ["running", "preempting"]
+
+
+def test_a_queue_gets_its_quota_of_a_model_from_one_that_has_more_than_its_own() -> None:
+    entitled = {"reclaim_min_runtime_s": 0.0}
+    c = mixed(QueueSpec("a", quota=gpus(16, H100=8), **entitled), QueueSpec("b", quota=gpus(16, H100=8), **entitled))
+    for n in range(4):
+        c.ask(f"a{n}", "a", gpus=4, models=("H100",))
+    c.cycle()
+    for job in c.placed():
+        c.run(job)
+    c.now += 1_000
+    c.ask("b", "b", gpus=8, models=("H100",))
+    c.cycle()
+    # a has its 16 GPUs, as many as its quota, but all of them are H100, of which 8 are of its quota.
+    assert [j for j in c.state.jobs if c.job(j).state == "preempting"] == ["a2", "a3"]
+    assert [c.queue(q).models["H100"].fair_share for q in "ab"] == [8_000, 8_000]
+
+
+def test_the_weights_of_a_model_divide_what_is_over() -> None:
+    nothing, weights = gpus(0), {"reclaim_min_runtime_s": 0.0}
+    c = mixed(
+        QueueSpec("a", quota=nothing, over_quota_weight=Weights(models={"H100": 3.0}), **weights), QueueSpec("b", quota=nothing, **weights)
+    )
+    for n in range(16):
+        c.ask(f"a{n}", "a", models=("H100",))
+        c.ask(f"b{n}", "b", models=("H100",))
+    c.cycle()
+    held = {q: sum(models_of(c, *(j for j in c.placed() if j.startswith(q))).values()) for q in "ab"}
+    assert held == {"a": 12, "b": 4}
+    assert [c.queue(q).models["H100"].fair_share for q in "ab"] == [12_000, 4_000]
+    for job in c.placed():
+        c.run(job)
+    c.now += 100_000
+    assert not any(isinstance(e, ev.GangPreempting) for e in c.cycle()), "nobody is above its share of the model"
+
+
+def test_models_cost_nothing_where_no_queue_names_one() -> None:
+    c = mixed(QueueSpec("q"))
+    c.ask("j", gpus=2)
+    c.cycle()
+    assert c.queue("q").models == {}
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    """docs/queues.md, Amounts by GPU model."""
+    c = Cluster(
+        QueueSpec("nlp", quota=gpus(16, H100=8), limit=Amounts(models={"H100": 12_000}), reclaim_min_runtime_s=0.0),
+        QueueSpec("vision", quota=gpus(16, H100=8), reclaim_min_runtime_s=0.0), n1=8, n2=8,
+    )  # fmt: skip
+    c.join("n3", 8, "A100")
+    c.join("n4", 8, "A100")
+    for n in range(4):
+        c.ask(f"nlp{n}", "nlp", gpus=4, models=("H100", "A100"))
+    c.cycle()
+    assert models_of(c, *c.placed()) == {"H100": 12, "A100": 4}
+    c.ask("fixed", "nlp", gpus=4, models=("H100",), preemptible=False)
+    c.cycle()
+    assert c.job("fixed").deferral.code == "over_limit"
+    for job in c.placed():
+        c.run(job)
+    c.now += 1_000
+    c.ask("v", "vision", gpus=8, models=("H100",))
+    c.cycle()
+    assert [j for j in c.state.jobs if c.job(j).state == "preempting"] == ["nlp2"]
+    c.add(ev.GangRequeued(job="nlp2", generation=1, cause="reclaimed", failure_class="infrastructure", message=""))
+    for node in c.state.nodes.values():
+        if "nlp2" in node.holdings:
+            c.add(ev.PartReleased(job="nlp2", node=node.id))
+    c.cycle()
+    assert (models_of(c, "v"), models_of(c, "nlp2")) == ({"H100": 8}, {"A100": 4})
+    for job in ("v", "nlp2"):
+        c.run(job)
+    c.now += 1_000
+    c.ask("w", "vision", gpus=4, models=("H100",))
+    c.cycle()
+    assert not any(c.job(j).state == "preempting" for j in c.state.jobs)
