@@ -561,7 +561,8 @@ class Mirror:
         queue = self.world.queues[self._tree.leaf_of(job.spec.queue) if self._tree is not None else job.spec.queue]
         if model not in queue.models:
             return True
-        return left_of(queue, model, job.spec.preemptible) >= leaf.gang.ranks * leaf.resources.charged_milli(self._smallest_memory().get(model, 0))
+        each = leaf.resources.charged_milli(self._smallest_memory().get(model, 0))
+        return left_of(queue, model, job.spec.preemptible) >= leaf.gang.ranks * each
 
     def _devices_for(self, leaf: Leaf, model: str) -> int:
         """Return how many free GPUs of a model hold all ranks of a leaf; GPUs that are shared or partitioned already are not counted on."""
