@@ -370,6 +370,10 @@ def structured_logging(level: str = "info", stream: IO[str] | None = None, *, li
     return log
 
 
+#: `json.dumps` would make one for each line
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
 class Log:
     """Writes one line an event: `log.info("append", index=7, epoch=3, message="…")`. Never raises."""
 
@@ -426,7 +430,7 @@ def log_line(level: str, event: str, fields: Mapping[str, Any], at_ns: int) -> s
     for key, value in fields.items():
         if key not in out:
             out[key] = _plain(value)
-    return json.dumps(out, separators=(",", ":")) + "\n"
+    return _ENCODER.encode(out) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from gangline.core.model.documents import Desired, Observed, Registration
 from gangline.core.model.spec import JobSpec
-from gangline.core.store.api import Lease, Store
+from gangline.core.store.api import Lease, Store, StoreError
 from gangline.core.store.node import SchedulerAddress, StoreNode
 
 
@@ -50,11 +50,17 @@ class ConnectingNode:
         """See NodeStore."""
         return await (await self._connected()).job_spec(job)
 
+    async def job_specs(self, jobs: Sequence[str]) -> dict[str, JobSpec | StoreError]:
+        """See NodeStore."""
+        return await (await self._connected()).job_specs(jobs)
+
     async def schedulers(self) -> list[SchedulerAddress]:
         """See NodeStore."""
         return await (await self._connected()).schedulers()
 
     async def _connected(self) -> StoreNode:
+        if self._node is not None:
+            return self._node
         async with self._lock:
             if self._node is None:
                 self._store = await self._connect()

@@ -31,7 +31,7 @@ def stop_event(gang: DesiredGang, generation: int, notice: StopNotice, at_ms: in
 
 def append_event(path: str, event: dict[str, object]) -> None:
     """Append to an events file. No space is no reason not to start or stop a rank."""
-    line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+    line = msgspec.json.encode(event) + b"\n"
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
         try:

@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 #: longest path in bytes that the kernel takes for a unix socket (`sun_path` is 108 bytes with its final NUL)
 PATH_BYTES_MAX = 107
 #: a connection that has not introduced itself after this time is closed
@@ -153,7 +155,7 @@ class JobSocket:
 
     def publish(self, job: str, generation: int, event: dict[str, object]) -> None:
         """Send an event to the ranks of one generation, and keep it for those who connect later."""
-        line = json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = msgspec.json.encode(event) + b"\n"
         stream = self._stream(job, generation)
         stream.keep(line)
         for connection in list(stream.connections):

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from gangline.core.model.documents import Desired, Observed, ObservedGang, Registration
+from gangline.core.model.documents import Desired, Observed, Registration
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import StoreError
-from gangline.core.store.node import NameTaken, NodeStore
+from gangline.core.store.node import NodeStore
 from gangline.core.telemetry import Log, Telemetry
 from gangline.nodeagent import logs
 from gangline.nodeagent.fence import Fence
@@ -32,20 +32,15 @@ from gangline.nodeagent.kernel import boottime
 from gangline.nodeagent.liveness import Liveness, Verdict, ask_schedulers, patience
 from gangline.nodeagent.local import Local
 from gangline.nodeagent.reconcile import Prepare, Start, Stop, next_look, reconcile, refusal
-from gangline.nodeagent.report import observed_gang
+from gangline.nodeagent.report import barriers, observed_gang
+from gangline.nodeagent.reporter import RETRY_S, Reporter
+from gangline.nodeagent.specs import Specs
 from gangline.nodeagent.statedir import Seen, StateDir
 
-#: steps of training are written at most this often; everything else at once
-PROGRESS_S = 2.0
-#: while ranks of a gang are starting, those that execute are reported together this often; the last one is reported at once
-STARTS_S = 0.05
-#: other changes within this time are written together; the first one after a quiet time is written at once
-GATHER_S = 0.01
 #: how often the schedulers' addresses are read, and old logs removed
 _SCHEDULERS_S = 15.0
 _PRUNE_S = 300.0
 _SWEEP_S = 15.0
-_RETRY_S = 0.3
 _FOREVER_S = 3600.0
 
 
@@ -81,7 +76,8 @@ class Agent:
         self._look = asyncio.Event()
         self._dirty = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._reporter = Reporter(store, self._document, self._dirty, self._written, self._not_ours, log)
+        self._reporter = Reporter(store, self._document, lambda: barriers(self._desired), self._dirty, self._written, self._not_ours, log)
+        self._specs = Specs(store.job_specs)
         self._gangs = Gangs(node, state, job_spec=self._job_spec, changed=self._changed, log=log)
         self._http = AgentHttp(state.root, telemetry, health=self.health, ended=self._rank_ended)
         self._url = ""
@@ -144,7 +140,7 @@ class Agent:
                     self._accept(desired)
             except StoreError as e:
                 self._log.warning("watch_failed", message="desired is watched again", error=str(e))
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
     def _accept(self, desired: Desired) -> None:
         if self._stopping.is_set():
@@ -185,7 +181,8 @@ class Agent:
             wait_s = min(wait_s, next_look(self._desired, self._gangs.local) - time.monotonic())
         with contextlib.suppress(TimeoutError):
             # A moment that has passed was acted on, and what was done about it will be heard of; a pause keeps that from spinning.
-            await asyncio.wait_for(self._look.wait(), max(0.05, wait_s))
+            async with asyncio.timeout(max(0.05, wait_s)):
+                await self._look.wait()
 
     def _may_start(self, desired: Desired) -> bool:
         """Whether this document is to be believed in what it starts: while the node was not registered, that may have gone elsewhere."""
@@ -211,7 +208,7 @@ class Agent:
         desired = {g.job: g for g in self._desired.gangs}
         gangs = tuple(observed_gang(have, desired.get(job)) for job, have in sorted(self._gangs.local.gangs.items()))
         return Observed(
-            node=self._node.name, identity=self._registration().identity, boot_id=self._node.boot_id, sequence=0,
+            node=self._node.name, identity=self._state.identity(), boot_id=self._node.boot_id, sequence=0,
             desired_index=self._desired.index, epoch=self._desired.epoch, gangs=gangs,
         )  # fmt: skip
 
@@ -235,7 +232,7 @@ class Agent:
         )  # fmt: skip
 
     async def _job_spec(self, job: str) -> JobSpec | None:
-        return await self._store.job_spec(job)
+        return await self._specs.get(job)
 
     # ---------------------------------------------------------------- in the background
 
@@ -308,118 +305,6 @@ class Agent:
             "gangline.agent.lease.renewals", "Renewals of the node's lease.",
             lambda: [(liveness.renewals, {"result": "ok"}), (liveness.failures, {"result": "failed"})],
         )  # fmt: skip
-
-
-class Reporter:
-    """Writes the observed document when it has changed: one write in flight, the newest state wins."""
-
-    def __init__(
-        self, store: NodeStore, document: Callable[[], Observed | None], dirty: asyncio.Event,
-        written: Callable[[float], None], not_ours: Callable[[], None], log: Log,
-    ) -> None:  # fmt: skip
-        """`not_ours` is called when a write was refused because the registration is gone."""
-        self._store = store
-        self._document = document
-        self._dirty = dirty
-        self._on_written = written
-        self._not_ours = not_ours
-        self._log = log
-        self._sequence = 0
-        self._last: Observed | None = None
-        self._last_at = 0.0
-
-    @property
-    def settled(self) -> bool:
-        """Whether everything that is worth reporting has been written."""
-        now = self._document()
-        return now is None or not self._differs(now)
-
-    def again(self) -> None:
-        """Write the whole state once more, changed or not: the node has just registered."""
-        self._last = None
-        self._dirty.set()
-
-    async def run(self) -> None:
-        """Write for ever."""
-        while True:
-            await self._dirty.wait()
-            self._dirty.clear()
-            document = self._document()
-            if document is None or not self._differs(document):
-                continue
-            wait_s = self._last_at + self._patience(document) - time.monotonic()
-            if wait_s > 0:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._something_urgent(), wait_s)
-                document = self._document()
-            if document is not None:
-                await self._write(document)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._next_phase(), GATHER_S)
-                self._dirty.set()
-
-    async def _next_phase(self) -> None:
-        """Wait until a gang has come into another phase: a barrier may be waiting for this node."""
-        while True:
-            await self._dirty.wait()
-            self._dirty.clear()
-            document = self._document()
-            if document is not None and self._last is not None and _phases(document) != _phases(self._last):
-                return
-
-    def _patience(self, document: Observed) -> float:
-        """Return how long after the last write this one can wait."""
-        if self._last is None or _urgent(document) != _urgent(self._last):
-            return 0.0
-        return PROGRESS_S if _without_steps(document) == _without_steps(self._last) else STARTS_S
-
-    async def _something_urgent(self) -> None:
-        """Wait until there is something that cannot wait."""
-        while True:
-            await self._dirty.wait()
-            self._dirty.clear()
-            document = self._document()
-            if document is not None and not self._patience(document):
-                return
-
-    def _differs(self, document: Observed) -> bool:
-        return self._last is None or msgspec.structs.replace(document, sequence=self._last.sequence) != self._last
-
-    async def _write(self, document: Observed) -> None:
-        document = msgspec.structs.replace(document, sequence=self._sequence + 1)
-        begun = time.monotonic()
-        try:
-            await self._store.write_observed(document)
-        except NameTaken:
-            self._not_ours()
-            await asyncio.sleep(_RETRY_S)
-        except StoreError as e:
-            self._log.warning("observed_not_written", message="it is tried again", error=str(e))
-            await asyncio.sleep(_RETRY_S)
-            self._dirty.set()
-        else:
-            self._sequence += 1
-            self._last, self._last_at = document, time.monotonic()
-            self._on_written(self._last_at - begun)
-
-
-def _without_steps(document: Observed) -> tuple[Any, ...]:
-    gangs: tuple[ObservedGang, ...] = tuple(msgspec.structs.replace(g, step=-1) for g in document.gangs)
-    return (document.desired_index, document.epoch, gangs)
-
-
-def _phases(document: Observed) -> list[tuple[str, int, str]]:
-    return [(g.job, g.generation, g.phase) for g in document.gangs]
-
-
-def _urgent(document: Observed) -> tuple[Any, ...]:
-    """Return all but how far each gang's start and its training have come."""
-    return (document.desired_index, document.epoch, tuple(_urgent_gang(g) for g in document.gangs))
-
-
-def _urgent_gang(gang: ObservedGang) -> tuple[ObservedGang, bool]:
-    over = tuple(r for r in gang.ranks if r.state not in ("starting", "running"))
-    return (msgspec.structs.replace(gang, step=-1, ranks=over), any(r.state == "starting" for r in gang.ranks))
 
 
 def _by_state(local: Local) -> list[tuple[float, dict[str, str]]]:

@@ -16,7 +16,8 @@ The shell applies what is returned and calls again; with nothing changed, nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -93,7 +94,7 @@ def refusal(desired: Desired, *, node: str, epoch: int, index: int) -> str:
 def reconcile(desired: Desired, local: Local, now: float) -> list[Action]:
     """Return what to do next. `now` is a monotonic second on the clock of `progress_at` and `notified_at`."""
     wanted = {gang.job: gang for gang in desired.gangs}
-    claims = _claims(desired, local)
+    claims = functools.cache(lambda: _claims(desired, local))  # only a start asks for it
     actions: list[Action] = []
     for job, have in sorted(local.gangs.items()):
         if job not in wanted:
@@ -120,8 +121,11 @@ def next_look(desired: Desired, local: Local) -> float:
 
 def unwanted(gang: DesiredGang | None, have: LocalGang) -> tuple[LocalRank, ...]:
     """Return the live ranks that must go: of another generation than wanted, or not wanted at all."""
-    keep = set() if gang is None else {(r.rank, r.generation) for r in gang.ranks}
-    return tuple(r for r in have.live if r.key not in keep)
+    live = have.live
+    if not live or gang is None:
+        return live
+    keep = {(r.rank, r.generation) for r in gang.ranks}
+    return tuple(r for r in live if r.key not in keep)
 
 
 def _undesired(have: LocalGang) -> Iterator[Action]:
@@ -131,7 +135,7 @@ def _undesired(have: LocalGang) -> Iterator[Action]:
         yield from _stop(have, have.live, "the scheduler does not want it here any more")
 
 
-def _gang(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[str, str], now: float) -> Iterator[Action]:
+def _gang(gang: DesiredGang, have: LocalGang, local: Local, claims: Callable[[], dict[str, str]], now: float) -> Iterator[Action]:
     if gang.generation < have.generation:
         yield Refuse(gang.job, f"generation {gang.generation} is older than {have.generation}, which was acted on already")
         return
@@ -174,8 +178,8 @@ def _hangs(have: LocalGang, now: float) -> Iterator[Action]:
         yield Stop(have.job, hung, "hang", f"no progress reported for {limit:g} s", gently=False)
 
 
-def _prepare(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[str, str], waiting: bool) -> Iterator[Action]:
-    reason = _impossible(gang, local, claims)
+def _prepare(gang: DesiredGang, have: LocalGang, local: Local, claims: Callable[[], dict[str, str]], waiting: bool) -> Iterator[Action]:
+    reason = _impossible(gang, local, claims())
     if reason:
         yield FailPrepare(gang, reason)
         return
@@ -184,9 +188,9 @@ def _prepare(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[str,
         yield Prepare(gang, continued=any(r.key in {(w.rank, w.generation) for w in gang.ranks} for r in have.live))
 
 
-def _start(gang: DesiredGang, have: LocalGang, local: Local, claims: dict[str, str]) -> Iterator[Action]:
+def _start(gang: DesiredGang, have: LocalGang, local: Local, claims: Callable[[], dict[str, str]]) -> Iterator[Action]:
     new = _not_started(gang, have)
-    reason = _impossible(gang, local, claims) if new else ""
+    reason = _impossible(gang, local, claims()) if new else ""
     if reason:
         yield FailPrepare(gang, reason)  # the devices have changed since they were prepared
     elif new and not _held(new, local):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gangline.core.model.documents import DesiredGang, ObservedGang, ObservedRank
+from gangline.core.model.documents import Desired, DesiredGang, ObservedGang, ObservedRank
 from gangline.nodeagent.local import LocalGang, LocalRank
 from gangline.nodeagent.reconcile import unwanted
+
+
+def barriers(desired: Desired | None) -> set[str]:
+    """Return the jobs that are released when all their nodes have prepared them."""
+    return {g.job for g in desired.gangs if g.phase == "prepare"} if desired is not None else set()
 
 
 def observed_gang(have: LocalGang, gang: DesiredGang | None) -> ObservedGang:

@@ -88,6 +88,7 @@ class StateDir:
         self.root = root.absolute()
         self._root = str(self.root)
         self._forgotten_fd = -1
+        self._identity = ""
         #: newest record of each gang as it is in the file, and how large that is
         self._records: dict[str, bytes] | None = None
         self._records_fd = -1
@@ -116,10 +117,12 @@ class StateDir:
 
     def identity(self) -> str:
         """Return the identity of this node's agent, made on first use."""
-        path = self.root / "identity"
-        if not path.exists():
-            self._write(path, secrets.token_hex(16).encode())
-        return path.read_text().strip()
+        if not self._identity:
+            path = self.root / "identity"
+            if not path.exists():
+                self._write(path, secrets.token_hex(16).encode())
+            self._identity = path.read_text().strip()
+        return self._identity
 
     def open_notify(self) -> int:
         """Return the reading end of the FIFO of hints, never blocking and never at its end."""

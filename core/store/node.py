@@ -5,7 +5,7 @@ An agent never reads the log.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -13,12 +13,14 @@ import msgspec
 from gangline.core.model.codec import pack, unpack
 from gangline.core.model.documents import Desired, Observed, Registration
 from gangline.core.model.spec import JobSpec
-from gangline.core.store.api import Ambiguous, Compacted, Compare, Definite, KeyValue, Lease, LeaseNotFound, Put, Store, StoreError
+from gangline.core.store.api import Ambiguous, Compacted, Compare, Definite, Get, KeyValue, Lease, LeaseNotFound, Put, Store, StoreError
 from gangline.core.store.keys import Keys
 
 T = TypeVar("T")
 
 _REGISTER_ATTEMPTS = 5
+#: operations of one transaction, under the store's limit of 128
+_TXN_OPS = 100
 _NOBODY = ("", "")
 
 
@@ -57,6 +59,9 @@ class NodeStore(Protocol):
 
     async def job_spec(self, job: str) -> JobSpec | None:
         """Return the spec of a job that the desired document names; None when the leader has withdrawn it."""
+
+    async def job_specs(self, jobs: Sequence[str]) -> dict[str, JobSpec | StoreError]:
+        """Return the specs of these jobs in one answer, without those that there are not; an error stands for one that cannot be read."""
 
     async def schedulers(self) -> list[SchedulerAddress]:
         """Return how the schedulers are reached, for the question whether they reach the store (self-fencing)."""
@@ -129,6 +134,20 @@ class StoreNode:
         """See NodeStore."""
         kv = await self._store.get(self._keys.job(job))
         return None if kv is None else _document(kv, JobSpec)
+
+    async def job_specs(self, jobs: Sequence[str]) -> dict[str, JobSpec | StoreError]:
+        """See NodeStore."""
+        found: dict[str, JobSpec | StoreError] = {}
+        for at in range(0, len(jobs), _TXN_OPS):
+            part = jobs[at : at + _TXN_OPS]
+            answer = await self._store.txn([], [Get(self._keys.job(job)) for job in part])
+            for job, kv in zip(part, answer.gets, strict=True):
+                if kv is not None:
+                    try:
+                        found[job] = _document(kv, JobSpec)
+                    except Definite as e:
+                        found[job] = e
+        return found
 
     async def schedulers(self) -> list[SchedulerAddress]:
         """See NodeStore."""

@@ -24,9 +24,9 @@ from gangline.core.store.watching import Timing
 from gangline.core.telemetry import Log, structured_logging
 from gangline.nodeagent.liveness import margin
 from gangline.nodeagent.local import Local, LocalGang, LocalRank
-from gangline.nodeagent.loop import Reporter
 from gangline.nodeagent.reconcile import Action, FailPrepare, Forget, Notify, Prepare, Refuse, Start, Stop, next_look, reconcile, refusal
-from gangline.nodeagent.report import observed_gang
+from gangline.nodeagent.report import barriers, observed_gang
+from gangline.nodeagent.reporter import Reporter
 
 TTL_S = 6.0
 
@@ -140,7 +140,9 @@ class SimNode:
         self._look, self._dirty, self._again = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._renewals = 0
         self.desired = None
-        self._reporter = Reporter(self._store, self._document, self._dirty, lambda s: None, self._again.set, self._journal)
+        self._reporter = Reporter(
+            self._store, self._document, lambda: barriers(self.desired), self._dirty, lambda s: None, self._again.set, self._journal
+        )
         loops = (self._live, self._watch, self._reconcile, self._reporter.run)
         self._agent = [asyncio.create_task(loop()) for loop in loops]
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gangline.core.model.codec import pack
 from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, Gpu, Observed, Registration, RestartNotice
 from gangline.core.model.spec import Checkpoint, JobSpec, Resources
-from gangline.core.store.api import Definite, LeaseNotFound, Store
+from gangline.core.store.api import Ambiguous, Definite, LeaseNotFound, Store, StoreError
 from gangline.core.store.keys import Keys
 from gangline.core.store.memory import MemoryCluster, MemoryStore
 from gangline.core.store.node import NameTaken, SchedulerAddress, StoreNode
@@ -28,6 +28,7 @@ from gangline.nodeagent.environment import Here, base_environment, rank_environm
 from gangline.nodeagent.fence import Fence
 from gangline.nodeagent.liveness import ask_schedulers, margin
 from gangline.nodeagent.ranklog import RankLog
+from gangline.nodeagent.specs import Specs
 from gangline.nodeagent.statedir import GangRecord, Seen, StateDir, StateError, is_safe
 
 # ---------------------------------------------------------------- inventory
@@ -381,8 +382,38 @@ async def test_specs_and_schedulers(store: Store):
     assert await node.job_spec("j") is None
     await store.put(keys.job("j"), pack(SPEC))
     assert await node.job_spec("j") == SPEC
+    await store.put(keys.job("bad"), b"\xff")
+    found = await node.job_specs(["j", "none", "bad"])
+    assert found["j"] == SPEC
+    assert isinstance(found["bad"], StoreError)
+    assert set(found) == {"j", "bad"}
     await store.put(keys.scheduler("s1"), pack(SchedulerAddress("s1", "http://s1")))
     assert await node.schedulers() == [SchedulerAddress("s1", "http://s1")]
+
+
+async def test_specs_that_are_asked_for_together_are_read_together():
+    asked: list[list[str]] = []
+
+    async def fetch(jobs: Sequence[str]) -> dict[str, JobSpec | StoreError]:
+        asked.append(list(jobs))
+        await asyncio.sleep(0)
+        if "down" in jobs:
+            raise Ambiguous("no answer")
+        return {j: Definite("not to be read") if j == "bad" else SPEC for j in jobs if j != "none"}
+
+    specs = Specs(fetch)
+    impatient = asyncio.ensure_future(specs.get("a"))
+    answers = asyncio.gather(*map(specs.get, ["a", "b", "none", "bad"]), return_exceptions=True)
+    await asyncio.sleep(0)
+    impatient.cancel()
+    a, b, none, bad = await answers
+    assert (a, b, none) == (SPEC, SPEC, None)
+    assert isinstance(bad, Definite)
+    assert asked == [["a", "b", "none", "bad"]]
+    with pytest.raises(Ambiguous):
+        await specs.get("down")
+    assert await specs.get("a") == SPEC
+    assert asked[1:] == [["down"], ["a"]]
 
 
 def test_records_are_readable_by_people(tmp_path: Path):
