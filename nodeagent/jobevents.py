@@ -26,7 +26,10 @@ def start_event(gang: DesiredGang, at_ms: int) -> dict[str, object]:
 
 def stop_event(gang: DesiredGang, generation: int, notice: StopNotice, at_ms: int) -> dict[str, object]:
     """Return the event of a stop notice for the ranks of one generation."""
-    return _head(_EVENT_OF_CAUSE.get(notice.cause, "preemption"), gang.job, generation, at_ms) | _fields(notice)
+    fields = _fields(notice)
+    if not notice.new_world_size:
+        del fields["new_world_size"]
+    return _head(_EVENT_OF_CAUSE.get(notice.cause, "preemption"), gang.job, generation, at_ms) | fields
 
 
 def append_event(path: str, event: dict[str, object]) -> None:

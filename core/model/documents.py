@@ -91,7 +91,7 @@ class DesiredRole(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Why this generation exists: what a training job reads after a restart."""
 
-    #: machine-readable: rank_failed, node_lost, prepare_failed, hang, drain, preempted, operator
+    #: machine-readable: rank_failed, node_lost, prepare_failed, hang, drain, preempted, resize, operator
     cause: str
     #: one sentence for people
     message: str
@@ -114,13 +114,15 @@ class RestartNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class StopNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The gang is asked to checkpoint and leave: preemption, drain. It may acknowledge at once; at the deadline it is stopped."""
+    """The gang is asked to checkpoint and leave: preemption, drain, resize. It may acknowledge at once; at the deadline it is stopped."""
 
     cause: str
     message: str
     deadline_ms: int
     #: seconds that the gang was given when the notice was decided; agents count it by their own monotonic clock
     grace_s: float
+    #: ranks that the next generation is to have, 0 when that is not known
+    new_world_size: int = 0
 
 
 class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -369,7 +369,7 @@ def _gang_resizing(state: State, e: ev.GangResizing, index: int, epoch: int, at_
     _earmark(state, job, e.beneficiary, e.deadline_ms + int(e.grace_s * 1000), index, at_ms)
     # Ranks that have been asked already are not asked again: what they have acknowledged stays true.
     if job.notice is None or e.deadline_ms < job.notice.deadline_ms:
-        job.notice = StopNotice(cause="resize", message=e.message, deadline_ms=e.deadline_ms, grace_s=e.grace_s)
+        job.notice = StopNotice("resize", e.message, e.deadline_ms, e.grace_s, job.resize.world_size)
     _enter(state, job, "resizing", index, at_ms)
 
 

@@ -160,7 +160,8 @@ def _called(state: State, job_id: str) -> str:
 def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
     """A reason is written when its code changes; numbers alone that change do not make an event."""
     groups: dict[tuple[object, ...], tuple[Refusal, list[str]]] = {}
-    told: dict[str, None] = {}
+    # One that is placed may have been refused what it could have beyond its minimum.
+    told: dict[str, None] = {p.rank.job.name: None for p in decisions.placements}
     for names, why in reasons_to_wait(mirror, decisions):
         for name in names:
             job = state.jobs.get(name)

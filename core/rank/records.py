@@ -52,7 +52,7 @@ class Context(NamedTuple):
 class RestartNotice(NamedTuple):
     """Why this generation exists, and where the one before it had got to."""
 
-    #: rank_failed, node_lost, prepare_failed, hang, drain, preempted, operator
+    #: rank_failed, node_lost, prepare_failed, hang, drain, preempted, resize, operator
     cause: str
     #: one sentence for people
     message: str = ""
@@ -73,7 +73,10 @@ class RestartNotice(NamedTuple):
 
 
 class StopNotice(NamedTuple):
-    """The gang must leave: save what is worth saving, acknowledge, exit. It is stopped at the deadline or when all have acknowledged."""
+    """The gang must leave: save what is worth saving, acknowledge, exit. It is stopped at the deadline or when all have acknowledged.
+
+    After a resize it starts again at once, with another number of ranks.
+    """
 
     #: preemption, drain, resize or migration
     event: str
@@ -83,6 +86,8 @@ class StopNotice(NamedTuple):
     deadline_ms: int
     #: seconds that the gang was given when the notice was decided
     grace_s: float
+    #: ranks that the next generation is to have, 0 when that is not known
+    new_world_size: int = 0
 
 
 def read_context(env: Mapping[str, str] = os.environ) -> Context:
@@ -141,6 +146,7 @@ def stop_notice(event: Mapping[str, object]) -> StopNotice:
         message=_text(event, "message"),
         deadline_ms=int(_real(event, "deadline_ms")),
         grace_s=_real(event, "grace_s"),
+        new_world_size=int(_real(event, "new_world_size")),
     )
 
 

@@ -4,7 +4,8 @@
     python examples/digits/train.py --checkpoint-dir /tmp/digits --steps 200      one process, without Gangline
 
 What to look at in the code below are the five places marked (1) to (5): all that a training job does to survive restarts and preemption.
-With the same seed and number of ranks, the loss at a step is the same whether the run was interrupted or not.
+With the same seed and number of ranks, the loss at a step is the same whether the run was interrupted or not. With another number of ranks it
+is the same but for rounding: a batch is divided among the ranks that there are (elastic.yaml).
 """
 
 # ruff: noqa: E402
@@ -68,7 +69,8 @@ def train(options: argparse.Namespace, directory: Path, saved: Path | None, exch
     agree_on(step, exchange)
     if chief and (saved is not None or who.generation > 1):
         notice = rank.restart()
-        print(f"resumed from checkpoint step={step} loss={loss:.6f} cause={notice.cause if notice else 'none'}", flush=True)
+        ranks = f" ranks={notice.old_world_size}->{who.world_size}" if notice and notice.old_world_size != who.world_size else ""
+        print(f"resumed from checkpoint step={step} loss={loss:.6f} cause={notice.cause if notice else 'none'}{ranks}", flush=True)
 
     metrics = open(directory / "metrics.jsonl", "a") if chief else None  # noqa: SIM115
     saved_step = step
@@ -86,7 +88,7 @@ def train(options: argparse.Namespace, directory: Path, saved: Path | None, exch
         rank.progress(step)
         if chief:
             assert metrics is not None
-            line = {"step": step, "loss": loss, "generation": who.generation, "time": time.time_ns() / 1e9}
+            line = {"step": step, "loss": loss, "generation": who.generation, "ranks": who.world_size, "time": time.time_ns() / 1e9}
             metrics.write(json.dumps(line) + "\n")
             metrics.flush()
             if step % options.print_every == 0 or step == options.steps:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,9 @@ def free_port() -> int:
 class Gang:
     """The ranks of one generation, started as an agent would start them, without one."""
 
-    def __init__(self, directory: Path, generation: int, *options: str, restart: dict[str, object] | None = None, port: int = 0) -> None:
+    def __init__(
+        self, directory: Path, generation: int, *options: str, restart: dict[str, object] | None = None, port: int = 0, ranks: int = RANKS
+    ) -> None:
         self.output = directory / f"output-{generation}"
         self.checkpoints = directory / "checkpoints"
         self.events = directory / f"events-{generation}"
@@ -44,13 +47,13 @@ class Gang:
         port = port or free_port()
         self.ranks: list[subprocess.Popen[bytes]] = []
         with self.output.open("wb") as output:
-            for rank in range(RANKS):
+            for rank in range(ranks):
                 env = {
                     "PATH": os.environ["PATH"],
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
                     "RANK": str(rank),
-                    "WORLD_SIZE": str(RANKS),
+                    "WORLD_SIZE": str(ranks),
                     "GANGLINE_JOB_ID": "j1",
                     "GANGLINE_GENERATION": str(generation),
                     "GANGLINE_EVENTS": str(self.events),
@@ -90,9 +93,9 @@ Start = Callable[..., Gang]
 def start(tmp_path: Path) -> Iterator[Start]:
     gangs: list[Gang] = []
 
-    def factory(directory: Path, generation: int, *options: str, restart: dict[str, object] | None = None, port: int = 0) -> Gang:
+    def factory(directory: Path, generation: int, *options: str, **more: Any) -> Gang:
         directory.mkdir(exist_ok=True)
-        gangs.append(Gang(directory, generation, *options, restart=restart, port=port))
+        gangs.append(Gang(directory, generation, *options, **more))
         return gangs[-1]
 
     yield factory
@@ -149,6 +152,29 @@ def test_the_loss_goes_on_after_a_killed_rank_and_a_preemption(tmp_path: Path, s
     assert straggler.wait() == [1] * RANKS
     assert "StaleGeneration: generation 4 of job j1 has taken" in straggler.text()
     assert losses(fourth) == expected
+
+
+def test_the_loss_goes_on_with_another_number_of_ranks(tmp_path: Path, start: Start) -> None:
+    whole = start(tmp_path / "whole", 1)
+    assert whole.wait() == [0] * RANKS, whole.text()
+    expected = losses(whole)
+
+    slow = ("--checkpoint-every", "7", "--print-every", "1", "--step-time-ms", "20")
+    before, left = start(tmp_path / "elastic", 1, *slow), 0
+    for generation, ranks in ((2, 6), (3, 1)):
+        before.wait_for(lambda text, left=left: f"step={left + 8} " in text)
+        size = len(before.ranks)
+        before.tell({"event": "resize", "job": "j1", "generation": generation - 1, "cause": "resize", "deadline_ms": 0, "grace_s": 9})
+        assert before.wait() == [143] * size, before.text()
+        left = int(before.text().split("leaving step=")[1].split()[0])
+        resized = {"cause": "resize", "old_world_size": size, "new_world_size": ranks}
+        before = start(tmp_path / "elastic", generation, *slow, restart=resized, ranks=ranks)
+        before.wait_for(lambda text, left=left: f"step={left + 1} " in text)
+        assert f"resumed from checkpoint step={left} " in before.text()
+        assert f"cause=resize ranks={size}->{ranks}" in before.text()
+    assert before.wait() == [0], before.text()
+    # The batches are the same; sums are added up in another order.
+    assert losses(before) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_gang_that_never_gets_complete_gives_up(tmp_path: Path, start: Start) -> None:

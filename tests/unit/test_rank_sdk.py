@@ -345,7 +345,7 @@ def test_the_documented_messages_are_those_that_are_sent() -> None:
         "restart": jobevents.start_event(gang, 0),
         "drain": jobevents.stop_event(gang, 1, notice, 0),
         "preemption": jobevents.stop_event(gang, 1, msgspec.structs.replace(notice, cause="preempted"), 0),
-        "resize": jobevents.stop_event(gang, 1, msgspec.structs.replace(notice, cause="resize"), 0),
+        "resize": jobevents.stop_event(gang, 1, msgspec.structs.replace(notice, cause="resize", new_world_size=8), 0),
     }
     for name, event in sent.items():
         assert event["event"] == name

@@ -482,3 +482,19 @@ def test_what_the_fold_refuses() -> None:
     assert "not all free" in refused((ev.PlacedPart(other, ranks),))
     c.add(fine)
     assert job.state == "resizing"
+
+
+def test_a_gang_that_is_placed_is_not_told_why_it_has_no_more() -> None:
+    """Two gangs get the room that was made for them, and are refused what they could have beyond their minimum, the second like the first."""
+    c = Cluster("n1", "n2")
+    c.submit("low1", ranks=8)
+    c.submit("low2", ranks=8)
+    c.cycle()
+    c.run("low1", "low2")
+    for job in ("v1", "v2"):
+        c.submit(job, gang=Gang(16, 8), priority=90)
+        c.cycle()
+    c.at(30)
+    c.release()
+    c.cycle()
+    assert c.states("v1", "v2") == ["placed", "placed"]
