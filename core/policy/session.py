@@ -86,6 +86,8 @@ def _decisions(world: World, notes: Notes) -> Decisions:
             out.reservations.append(Reservation(rank, rank.reservation, moved))
     placed = {r.rank.job for r in out.reservations} | {p.rank.job for p in out.placements}
     out.refusals += [((job,), why) for job, why in notes.refusals.items() if job not in placed]
-    out.refusals += [(tuple(jobs), why) for jobs, why in notes.skipped if jobs]
+    # An elastic gang that has its minimum may have been passed over for more.
+    waiting = [([job for job in jobs if job not in placed] if placed else jobs, why) for jobs, why in notes.skipped]
+    out.refusals += [(tuple(jobs), why) for jobs, why in waiting if jobs]
     out.refusals += [((job,), refusals.gang_incomplete(job)) for job in world.waiting.incomplete]
     return out

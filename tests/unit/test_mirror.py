@@ -11,7 +11,7 @@ import pytest
 
 from gangline.core.model import events as ev
 from gangline.core.model.queues import Amounts, QueueSpec
-from gangline.core.model.spec import Gang, Resources
+from gangline.core.model.spec import Gang, Resources, Role, TopologyRequest
 from gangline.core.model.statecodec import dump_state, load_state
 from gangline.core.policy.decide import attend_to_all, decide, wake
 from gangline.core.policy.schedule import schedule
@@ -57,9 +57,10 @@ class Story:
                 self.number += 1
                 unit, parts = rng.choice([1, 1, 2, 8]), rng.randrange(1, 4)
                 least = rng.choice([parts, parts, 1])
+                more = {"roles": self.roles()} if rng.random() < 0.3 else {}
                 c.submit(
-                    f"j{self.number}", gang=Gang(parts * unit, least * unit, unit if unit > 1 else 0), priority=rng.choice([10, 50, 90, 120]),
-                    preemptible=rng.random() < 0.8, queue=rng.choice(["a", "b", "default"]),
+                    f"j{self.number}", **more, gang=Gang(parts * unit, least * unit, unit if unit > 1 else 0),
+                    priority=rng.choice([10, 50, 90, 120]), preemptible=rng.random() < 0.8, queue=rng.choice(["a", "b", "default"]),
                     resources=Resources(gpus=rng.choice([0, 1, 1, 1]), cpus_milli=100),
                 )  # fmt: skip
             case 3 if active:
@@ -78,6 +79,19 @@ class Story:
                 c.add(ev.NodeAdministered(node=rng.choice(list(c.state.nodes)), action=action))
             case _:
                 self.go_on(active)
+
+    def roles(self) -> tuple[Role, ...]:
+        """A few kinds of rank, some of them in replicas."""
+        rng = self.rng
+
+        def role(name: str) -> Role:
+            ranks = rng.randrange(1, 4)
+            where = TopologyRequest(**{rng.choice(["required", "preferred", "balanced", "spread"]): "hostname"}) if rng.random() < 0.5 else None
+            gang = Gang(ranks, rng.randrange(1, ranks + 1))
+            return Role(name, gang, Resources(gpus=rng.randrange(3), cpus_milli=100), topology=where or TopologyRequest())
+
+        group = Role("g", replicas=2, min_replicas=rng.choice([1, 2]), roles=(role("x"), role("y")))
+        return (role("a"), rng.choice([role("b"), group]))
 
     def go_on(self, active: list[object]) -> None:
         """What agents would report: gangs start, and what should be gone is gone."""

@@ -241,6 +241,13 @@ def test_elastic_roles_start_smaller_and_say_so() -> None:
     assert (again.role_sizes, again.parts) == (placed.role_sizes, placed.parts), "a restart in place keeps the roles"
 
 
+def test_a_gang_that_is_placed_is_not_said_to_wait_for_more() -> None:
+    c = cluster("n1", gpus=4)
+    for job in ("e1", "e2"):
+        submit(c, job, Role("a", Gang(4, 1), Resources(gpus=1)), Role("b", Gang(4, 1), Resources(gpus=1)))
+    assert [type(e) for e in c.cycle()] == [ev.GangPlaced, ev.GangPlaced]
+
+
 def test_replicas_that_have_no_room_are_left_out() -> None:
     c = cluster("n1", "n2", gpus=4)
     pair = (Role("p", Gang(1, 1), Resources(gpus=1)), Role("d", Gang(2, 2), Resources(gpus=1)))
