@@ -70,7 +70,7 @@ class Metrics:
             ("gangline.leader.info", "1, with the leader and its term as labels.", _leader),
             ("gangline.brake", "1 while the mass-loss brake is on.", lambda s: [(int(s.brake.on), {})]),
             ("gangline.gangs", "Gangs by state.", _gangs),
-            ("gangline.gpus", "GPUs by model and state: allocated, free, unusable; they add up to the capacity.", _gpus),
+            ("gangline.gpus", "GPUs by model and state: allocated (whole or in part), free, unusable; they add up to the capacity.", _gpus),
             ("gangline.nodes", "Nodes by state: up, cordoned, draining, lost.", _nodes),
             ("gangline.drain.remaining.gangs", "Gangs that a draining node still has.", _draining),
             ("gangline.queue.pending.gangs", "Waiting gangs by queue and recorded reason.", _pending_gangs),
@@ -213,7 +213,7 @@ def _gangs(state: State) -> Samples:
 def _gpus(state: State) -> Samples:
     count: Tally[tuple[str, str]] = Tally()
     for node in state.nodes.values():
-        held = {gpu for holding in node.holdings.values() for gpu in holding.gpus}
+        held = {gpu for holding in node.holdings.values() for gpu in holding.gpus} | set(node.parted)
         for gpu in node.registration.gpus:
             if gpu.index in held:
                 count[gpu.model, "allocated"] += 1

@@ -6,11 +6,13 @@ from typing import Literal
 
 import msgspec
 
+from gangline.core.model.events import PlacedPart
 from gangline.core.model.spec import JobSpec
 from gangline.core.model.state import State
 from gangline.core.policy.capacity import impossible
 from gangline.core.policy.plan import Plan
 from gangline.core.policy.refusals import Refusal
+from gangline.leader.gpurows import ShareRow, share_row
 
 
 class PlannedPartRow(msgspec.Struct, frozen=True):
@@ -19,6 +21,8 @@ class PlannedPartRow(msgspec.Struct, frozen=True):
     node: str
     ranks: list[int]
     gpus: list[tuple[int, ...]]
+    #: of each rank; null: it would have its GPUs whole
+    shares: list[ShareRow | None]
 
 
 class DisplacedRow(msgspec.Struct, frozen=True):
@@ -64,11 +68,15 @@ def plan_row(state: State, spec: JobSpec, found: Plan) -> PlanRow:
         name=spec.name,
         outcome=found.outcome,
         message=_message(found, never),
-        placement=[PlannedPartRow(p.node, [r.rank for r in p.ranks], [r.gpus for r in p.ranks]) for p in found.parts],
+        placement=[_planned(part) for part in found.parts],
         evicted=[_displaced(state, d.job, d.action) for d in found.displaced],
         reason=_reason(found.reason) if found.reason is not None else None,
         impossible=never or None,
     )
+
+
+def _planned(part: PlacedPart) -> PlannedPartRow:
+    return PlannedPartRow(part.node, [r.rank for r in part.ranks], [r.gpus for r in part.ranks], [share_row(r.share) for r in part.ranks])
 
 
 def _message(found: Plan, never: str) -> str:

@@ -16,6 +16,7 @@ from gangline.core.model.jobfile import to_json
 from gangline.core.model.roles import Leaf, asked, least, leaves
 from gangline.core.model.spec import ArraySpec, JobSpec, Role
 from gangline.core.model.state import Job, Node, Rank
+from gangline.leader.gpurows import PartedGpuRow, ShareRow, parted_rows, share_row
 
 #: names of environment variables whose values are never shown: the log keeps what was submitted, the API does not repeat it
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|(^|_)KEY($|_)|APIKEY|ACCESS_KEY", re.IGNORECASE)
@@ -89,6 +90,8 @@ class RankRow(msgspec.Struct, frozen=True):
     gpus: tuple[int, ...]
     state: Literal["waiting", "running", "exited"]
     exit_code: int | None
+    #: null: it has its GPUs whole
+    share: ShareRow | None
 
 
 class RoleRow(msgspec.Struct, frozen=True):
@@ -167,7 +170,9 @@ class NodeRow(msgspec.Struct, frozen=True):
     reason: str
     address: str
     gpus_total: int
+    #: those of which nothing is held
     gpus_free: int
+    gpus_parted: list[PartedGpuRow]
     #: models on this node joined by a comma; mostly one
     gpu_model: str
     cpus_total: float
@@ -256,6 +261,7 @@ def node_row(node: Node) -> NodeRow:
         address=reg.address,
         gpus_total=len(reg.gpus),
         gpus_free=len(node.free_gpus),
+        gpus_parted=parted_rows(node),
         gpu_model=", ".join(dict.fromkeys(g.model for g in reg.gpus)),
         cpus_total=reg.cpus_milli / 1000,
         cpus_free=node.free_cpus_milli / 1000,
@@ -341,4 +347,4 @@ def _role_rows(job: Job) -> list[RoleRow]:
 
 def _rank_row(number: int, rank: Rank, role: str) -> RankRow:
     state: Literal["waiting", "running", "exited"] = "exited" if rank.exited else "running" if rank.started else "waiting"
-    return RankRow(number, role, rank.gpus, state, rank.exit_code if rank.exited else None)
+    return RankRow(number, role, rank.gpus, state, rank.exit_code if rank.exited else None, share_row(rank.share))

@@ -99,7 +99,7 @@ def impossible(client: Client, job: Job) -> str:
     """Return why no state of the cluster as it is could run this waiting job, "" when one could."""
     deferred = job.get("deferred") or {}
     need = (deferred.get("need") or {}).get("gpus", 0)
-    if job["state"] != "queued" or not need:
+    if job["state"] != "queued" or deferred.get("code") != "not_enough_gpus" or not need:
         return ""
     nodes = client.nodes()
     have = sum(node.get("gpus_total", 0) for node in nodes)

@@ -124,8 +124,8 @@ def test_a_job_that_runs_restarts_and_ends() -> None:
     assert job["placement"][1] == {
         "node": "n2",
         "ranks": [
-            {"rank": 2, "role": "", "gpus": [0], "state": "running", "exit_code": None},
-            {"rank": 3, "role": "", "gpus": [1], "state": "exited", "exit_code": -9},
+            {"rank": 2, "role": "", "gpus": [0], "state": "running", "exit_code": None, "share": None},
+            {"rank": 3, "role": "", "gpus": [1], "state": "exited", "exit_code": -9, "share": None},
         ],
     }
     assert job["checkpoint"] == {"step": 40, "path": "/ckpt/40"}
@@ -143,6 +143,7 @@ def test_a_job_that_runs_restarts_and_ends() -> None:
         "address": "n1.local",
         "gpus_total": 4,
         "gpus_free": 2,
+        "gpus_parted": [],
         "gpu_model": "H100",
         "cpus_total": 8.0,
         "cpus_free": 6.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -39,6 +39,15 @@ def _rounded(mib: int) -> str:
     return format_size(mib // 1024 * 1024) if mib >= 1024 else format_size(mib)
 
 
+def parted_words(parted: Sequence[Row]) -> str:
+    """Return GPUs that are shared or partitioned, with what is free of the first and what is on the others: 0: 0.5 free, 1: 3g.40gb 1g.10gb."""
+    words = (
+        f"{gpu['gpu']}: " + (" ".join(cell(one["profile"]) for one in gpu["mig"]) if gpu.get("mig") else f"{cell(gpu.get('free'))} free")
+        for gpu in parted
+    )
+    return ", ".join(words) or "-"
+
+
 def job_ids(node: Row) -> list[str]:
     """Return the ids of the jobs on a node."""
     jobs = node.get("jobs") or []
@@ -61,6 +70,7 @@ NODES: tuple[Column, ...] = (
     ("REASON", lambda n: cell(n.get("reason"))),
 )
 NODES_WIDE: tuple[Column, ...] = (
+    ("PARTS OF GPUS", lambda n: parted_words(n.get("gpus_parted") or [])),
     ("ADDRESS", lambda n: cell(n.get("address"))),
     ("AGENT", lambda n: cell(n.get("agent_version"))),
     ("LABELS", lambda n: cell(n.get("labels"))),

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from gangline.core.client import exits
-from gangline.core.client.commands.read import runs
+from gangline.core.client.commands.read import gpu_words, runs
 from gangline.core.client.commands.submit import read_files
 from gangline.core.client.options import client_of, output_options
 from gangline.core.client.output import Column, Output, cell, table
@@ -54,7 +54,7 @@ def _tell(answer: Answer, out: Output) -> None:
 PLACEMENT: tuple[Column, ...] = (
     ("NODE", lambda p: cell(p["node"])),
     ("RANKS", lambda p: runs(p["ranks"])),
-    ("GPUS", lambda p: runs([gpu for gpus in p["gpus"] for gpu in gpus])),
+    ("GPUS", lambda p: gpu_words(zip(p["gpus"], p.get("shares") or [None] * len(p["gpus"]), strict=True))),
 )
 EVICTED: tuple[Column, ...] = (
     ("JOB", lambda r: cell(r["job"])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -13,7 +13,7 @@ from gangline.core.client import exits
 from gangline.core.client.options import client_of, job_argument, output_options, user_of
 from gangline.core.client.output import Column, Output, cell, clean, gpu_time, table
 from gangline.core.client.watch import end, ended, label, reason, resolve
-from gangline.core.model.units import format_duration
+from gangline.core.model.units import format_duration, format_size
 
 Row = Mapping[str, Any]
 #: states of jobs that are not over
@@ -216,8 +216,23 @@ _PLACEMENT: tuple[Column, ...] = (
     ("NODE", lambda p: cell(p["node"])),
     ("RANKS", _ranks),
     ("STATE", _part_states),
-    ("GPUS", lambda p: runs([gpu for rank in p.get("ranks", ()) for gpu in rank.get("gpus", ())])),
+    ("GPUS", lambda p: gpu_words([(rank.get("gpus", ()), rank.get("share")) for rank in p.get("ranks", ())])),
 )
+
+
+def gpu_words(given: Iterable[tuple[Iterable[int], Row | None]]) -> str:
+    """Return GPUs with what ranks have of them where it is not the whole: 0-3, 4 (0.5), 5 (20GiB), 6 (1g.10gb)."""
+    whole: list[int] = []
+    parts: list[str] = []
+    for gpus, share in given:
+        if not share:
+            whole += gpus
+        elif share.get("mig"):
+            parts += [f"{one['gpu']} ({clean(str(one['profile']))})" for one in share["mig"]]
+        else:
+            part = format_size(share["memory_mib"]) if share.get("memory_mib") else f"{share.get('part'):g}"
+            parts += [f"{gpu} ({part})" for gpu in gpus]
+    return ", ".join([*([runs(whole)] if whole or not parts else []), *parts])
 
 
 def runs(numbers: list[int]) -> str:
