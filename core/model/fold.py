@@ -26,7 +26,7 @@ from gangline.core.model.foldsteps import forget
 from gangline.core.model.foldsteps import live_job as _live_job
 from gangline.core.model.foldsteps import queue_key as queue_key
 from gangline.core.model.foldsteps import touch as _touch
-from gangline.core.model.gpushares import GpuUse, uses_of
+from gangline.core.model.gpushares import GPU, GpuUse, charged_milli, uses_of
 from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.spec import Resources
 from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, Resize, State
@@ -719,7 +719,7 @@ def unsaved_gpu_ms(job: Job, at_ms: int) -> int:
     if not job.running_since_ms:
         return 0
     since = max(job.running_since_ms, job.checkpoint_at_ms, job.saved_at_ms)
-    return max(0, at_ms - since) * sum(len(r.gpus) for p in job.parts.values() for r in p.ranks.values())
+    return max(0, at_ms - since) * sum(charged_milli(r.gpus, r.share) for p in job.parts.values() for r in p.ranks.values()) // GPU
 
 
 def _lose_work(state: State, job: Job, beneficiary: str, at_ms: int) -> None:
