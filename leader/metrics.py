@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from gangline.core.model import events as ev
 from gangline.core.model.codec import Frame
+from gangline.core.model.gpushares import GPU
 from gangline.core.model.roles import asked
 from gangline.core.model.state import State
 from gangline.core.telemetry import LONG_SECONDS_BUCKETS, Labels, Telemetry
@@ -246,13 +247,13 @@ def _pending_gpus(state: State) -> Samples:
     count: Tally[str] = Tally()
     for _, _, job_id in state.queue:
         spec = state.jobs[job_id].spec
-        count[spec.queue] += asked(spec).gpus
-    return [(n, {"queue": queue}) for queue, n in count.items()]
+        count[spec.queue] += asked(spec).gpus_milli
+    return [(n / GPU, {"queue": queue}) for queue, n in count.items()]
 
 
 def _allocated_gpus(state: State) -> Samples:
     count: Tally[str] = Tally()
     for job_id in state.running:
         job = state.jobs[job_id]
-        count[job.spec.queue] += job.holds().gpus
-    return [(n, {"queue": queue}) for queue, n in count.items()]
+        count[job.spec.queue] += job.holds().gpus_milli
+    return [(n / GPU, {"queue": queue}) for queue, n in count.items()]

@@ -32,7 +32,7 @@ class DisplacedRow(msgspec.Struct, frozen=True):
     name: str
     user: str
     queue: str
-    gpus: int
+    gpus: float
     #: reclaim, preempt or consolidate
     by: str
 

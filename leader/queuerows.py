@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from gangline.core.model.arrays import to_come
+from gangline.core.model.gpushares import GPU, in_gpus, uses_of
 from gangline.core.model.queues import Amounts, QueueSpec, QueueState, QueueTree, Weights, amount
 from gangline.core.model.roles import asked
 from gangline.core.model.state import Job, State
@@ -93,14 +94,14 @@ def queue_rows(state: State) -> list[QueueRow]:
             else:
                 waits = pending.setdefault(path, PendingRow())
                 waits.jobs += 1
-                waits.gpus += asked(job.spec).gpus
+                waits.gpus = in_gpus(round(waits.gpus * GPU) + asked(job.spec).gpus_milli)
     for array in (state.jobs[job] for job in state.arrays):
         coming = to_come(array)
         for path in _accounts(tree, array) if coming else ():
             specs.setdefault(path, QueueSpec(path))
             waits = pending.setdefault(path, PendingRow())
             waits.jobs += coming
-            waits.gpus += coming * asked(array.spec).gpus
+            waits.gpus = in_gpus(round(waits.gpus * GPU) + coming * asked(array.spec).gpus_milli)
     lost: dict[str, int] = {}
     for queue, gpu_ms in state.lost_gpu_ms.items():
         for path in [spec.path for spec in tree.lineage(queue)] if queue in tree.specs else [queue]:
@@ -124,7 +125,7 @@ def _accounts(tree: QueueTree, job: Job) -> list[str]:
 def _hold(row: HeldRow, state: State, job: Job) -> None:
     holds = job.holds()
     row.jobs += 1
-    row.gpus += holds.gpus
+    row.gpus = in_gpus(round(row.gpus * GPU) + holds.gpus_milli)
     row.cpus += holds.cpus_milli / 1000
     row.memory_mib += holds.memory_mib
     for node_id, part in job.parts.items():
@@ -133,7 +134,8 @@ def _hold(row: HeldRow, state: State, job: Job) -> None:
         for rank in part.ranks.values():
             for gpu in rank.gpus:
                 model = models.get(gpu, "")
-                row.models[model] = row.models.get(model, 0) + 1
+                milli = GPU if rank.share is None else sum(use.charged for use in uses_of(rank.gpus, rank.share) if use.gpu == gpu)
+                row.models[model] = in_gpus(round(row.models.get(model, 0) * GPU) + milli)
 
 
 def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow, lost_gpu_s: float) -> QueueRow:

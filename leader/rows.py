@@ -12,6 +12,7 @@ import msgspec
 
 from gangline.core.model.arrays import array_text, count, indices_text, size, to_come
 from gangline.core.model.documents import RestartNotice
+from gangline.core.model.gpushares import in_gpus
 from gangline.core.model.jobfile import to_json
 from gangline.core.model.roles import Leaf, asked, least, leaves
 from gangline.core.model.spec import ArraySpec, JobSpec, Role
@@ -66,7 +67,7 @@ class JobRow(msgspec.Struct, frozen=True, gc=False):
     outcome: str | None
     generation: int
     ranks: int
-    gpus: int
+    gpus: float
     nodes: list[str]
     submitted_at_ms: int
     started_at_ms: int | None
@@ -106,7 +107,7 @@ class RoleRow(msgspec.Struct, frozen=True):
     replicas: int
     asked_replicas: int
     #: of each rank
-    gpus: int
+    gpus: float
     #: where it is, in order of node rank
     nodes: list[str]
 
@@ -340,7 +341,8 @@ def _role_rows(job: Job) -> list[RoleRow]:
         used = {node: None for each, _, _ in found for node in nodes.get(each.index, ())}
         rows.append(RoleRow(
             leaf.name, sum(size for _, size, _ in found), len(found) * leaf.gang.ranks, sum(fewest for _, _, fewest in found),
-            sum(size == leaf.gang.ranks for _, size, _ in found), len(found), leaf.resources.gpus, [n for n in job.parts if n in used],
+            sum(size == leaf.gang.ranks for _, size, _ in found), len(found), in_gpus(leaf.resources.charged_milli()),
+            [n for n in job.parts if n in used],
         ))  # fmt: skip
     return rows
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.documents import RestartNotice, StopNotice
+from gangline.core.model.gpushares import GPU, in_gpus
 from gangline.core.model.roles import asked
 from gangline.core.model.state import Deferral, Job, State
 from gangline.core.policy.ageing import waiting_key
@@ -24,7 +25,7 @@ _OF_ITSELF = ("held", "dependency", "before_begin", "array_turn")
 #: amounts of a witness → unit and how many of them make one
 _UNITS = {
     "gpus": ("GPU", 1), "gpus_milli": ("GPU", 1000), "cpus_milli": ("CPU", 1000), "memory_mib": ("GiB of memory", 1024), "ranks": ("rank", 1),
-    "nodes": ("node", 1),
+    "nodes": ("node", 1), "instances": ("MIG instance", 1),
 }  # fmt: skip
 
 
@@ -46,7 +47,7 @@ class OrderRow(msgspec.Struct, frozen=True):
     queue: str
     position: int
     waiting: int
-    gpus_ahead: int
+    gpus_ahead: float
 
 
 class QueueHolderRow(msgspec.Struct):
@@ -54,7 +55,7 @@ class QueueHolderRow(msgspec.Struct):
 
     queue: str
     jobs: int = 0
-    gpus: int = 0
+    gpus: float = 0
 
 
 class HolderRow(msgspec.Struct, frozen=True):
@@ -64,7 +65,7 @@ class HolderRow(msgspec.Struct, frozen=True):
     name: str
     user: str
     queue: str
-    gpus: int
+    gpus: float
     state: ShownState
     since_ms: int
     #: by its time limit, or its notice; null when it has neither
@@ -76,7 +77,7 @@ class HoldersRow(msgspec.Struct, frozen=True):
 
     queue: str | None
     jobs: int
-    gpus: int
+    gpus: float
     queues: list[QueueHolderRow]
     largest: list[HolderRow]
 
@@ -150,7 +151,7 @@ class WhenRow(msgspec.Struct, frozen=True):
     in_s: float | None
     basis: str
     order: OrderRow | None
-    gpus_without_limit: int | None
+    gpus_without_limit: float | None
     started_at_ms: int | None
 
 
@@ -222,8 +223,8 @@ def order_row(state: State, job: Job, now_ms: int) -> OrderRow:
         waiting += 1
         if waiting_key(state, other, now_ms) < key:
             ahead += 1
-            gpus += asked(other.spec).gpus
-    return OrderRow(own, ahead + 1, max(waiting, ahead + 1), gpus)
+            gpus += asked(other.spec).gpus_milli
+    return OrderRow(own, ahead + 1, max(waiting, ahead + 1), in_gpus(gpus))
 
 
 def _holders(state: State, job: Job, now_ms: int, deferral: Deferral | None) -> HoldersRow:
@@ -235,10 +236,11 @@ def _holders(state: State, job: Job, now_ms: int, deferral: Deferral | None) -> 
     for other in placed:
         row = queues.setdefault(other.spec.queue, QueueHolderRow(other.spec.queue))
         row.jobs += 1
-        row.gpus += _gpus(other)
+        row.gpus = in_gpus(round(row.gpus * GPU) + other.holds().gpus_milli)
     largest = [_holder(other, now_ms) for other in nsmallest(MAX_HOLDERS, placed, key=lambda j: (-_gpus(j), j.number))]
     in_order = sorted(queues.values(), key=lambda row: (-row.gpus, row.queue))
-    return HoldersRow(within, len(placed), sum(row.gpus for row in in_order), in_order, largest)
+    total = in_gpus(sum(round(row.gpus * GPU) for row in in_order))
+    return HoldersRow(within, len(placed), total, in_order, largest)
 
 
 def _shares_bound(state: State, other: Job, leaf: str) -> bool:
@@ -252,7 +254,7 @@ def _holder(job: Job, now_ms: int) -> HolderRow:
     return HolderRow(job.id, spec.name, job.user, spec.queue, _gpus(job), shown_state(job), since, ends_ms(job, now_ms))
 
 
-def _gpus(job: Job) -> int:
+def _gpus(job: Job) -> float:
     return job.holds().gpus
 
 

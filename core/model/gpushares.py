@@ -104,6 +104,11 @@ def charged_milli(gpus: tuple[int, ...], share: GpuShare | None) -> int:
     return share.milli * len(gpus) + sum(mig_gpus(one.profile) * GPU for one in share.mig)
 
 
+def in_gpus(milli: int) -> float:
+    """Return thousandths of GPUs in GPUs: a whole number where they are whole."""
+    return milli // GPU if milli % GPU == 0 else milli / GPU
+
+
 def mig_gpus(profile: str) -> int:
     """Return how many GPUs of quota one instance of a profile counts for: its leading number, 3 for `3g.20gb`.
 

@@ -130,13 +130,13 @@ def _brake_set(e: ev.BrakeSet) -> str:
 def _job_submitted(e: ev.JobSubmitted) -> str:
     spec = e.spec
     name = f" as {spec.name}" if spec.name else ""
-    gpus = f" of {_count(spec.resources.gpus, 'GPU')}" if spec.resources.gpus else ""
+    gpus = f" of {spec.resources.gpu_words}" if spec.resources.wants_gpus else ""
     all_there, fewest = asked(spec), sum(least(spec))
     ranks = _count(all_there.ranks, "rank") + (f" (at least {fewest})" if fewest < all_there.ranks else "")
     if spec.roles:
         of_role = Counter(leaf.name for leaf in leaves(spec) for _ in range(leaf.gang.ranks))
         ranks += f" in the roles {_names([f'{role} ({count})' for role, count in of_role.items()])}"
-        gpus = f", {_count(all_there.gpus, 'GPU')}" if all_there.gpus else ""
+        gpus = f", {all_there.gpus:g} GPU{'' if all_there.gpus <= 1 else 's'}" if all_there.gpus else ""
     array = f" as array {array_text(spec.array)}, each" if spec.array is not None else ""
     after = f", {_names(f'{each.when} of {each.job}' for each in spec.depends_on)}" if spec.depends_on else ""
     held = ", on hold" if spec.hold else ""
@@ -161,8 +161,15 @@ def _elements_queued(e: ev.ElementsQueued) -> str:
 
 
 def _gang_placed(e: ev.GangPlaced) -> str:
-    parts = [f"{p.node} ({_ranks(r.rank for r in p.ranks)})" for p in e.parts]
+    parts = [f"{p.node} ({_ranks(r.rank for r in p.ranks)}{_instances(p)})" for p in e.parts]
     return _because(f"placed on {_names(parts)} as generation {e.generation}", e.reason)
+
+
+def _instances(part: ev.PlacedPart) -> str:
+    """Return into what the GPUs are partitioned for a part, "" when they are not."""
+    found = [one for r in part.ranks if r.share is not None for one in r.share.mig]
+    words = [f"{one.profile} at slice {one.start} of GPU {one.gpu}" for one in found[:4]]
+    return f" with {_names(words)}{f' and {len(found) - 4} more' if len(found) > 4 else ''}" if found else ""
 
 
 def _gangs_deferred(e: ev.GangsDeferred) -> str:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gangline.core.model.gpushares import in_gpus
 from gangline.core.model.spec import Gang, JobSpec, Resources, Role, TopologyRequest
 
 #: leaves of one job, its replicas counted
@@ -70,9 +71,15 @@ class Amounts(NamedTuple):
     """What some ranks hold."""
 
     ranks: int
-    gpus: int
+    #: thousandths, as queues are charged; of memory requests only what is known, nothing before they are placed
+    gpus_milli: int
     cpus_milli: int
     memory_mib: int
+
+    @property
+    def gpus(self) -> float:
+        """The same in GPUs."""
+        return in_gpus(self.gpus_milli)
 
 
 _trees: dict[int, tuple[JobSpec, Group, tuple[Leaf, ...]]] = {}
@@ -238,7 +245,8 @@ def amounts(spec: JobSpec, sizes: Sizes) -> Amounts:
     ranks = gpus = cpus = memory = 0
     for leaf, size in zip(leaves(spec), sizes, strict=True):
         res = leaf.resources
-        ranks, gpus, cpus, memory = ranks + size, gpus + size * res.gpus, cpus + size * res.cpus_milli, memory + size * res.memory_mib
+        ranks, gpus = ranks + size, gpus + size * res.charged_milli()
+        cpus, memory = cpus + size * res.cpus_milli, memory + size * res.memory_mib
     return Amounts(ranks, gpus, cpus, memory)
 
 

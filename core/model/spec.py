@@ -11,6 +11,7 @@ import msgspec
 
 from gangline.core.model.gpushares import GPU, mig_gpus, share_of_memory
 from gangline.core.model.topologies import DEFAULT_TOPOLOGY
+from gangline.core.model.units import format_size
 
 
 class Gang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -60,6 +61,16 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     def shares_gpu(self) -> bool:
         """Whether it asks for a part of one GPU, on which others may have parts too, MIG instances apart."""
         return bool(self.gpu_share_milli or self.gpu_memory_mib)
+
+    @property
+    def gpu_words(self) -> str:
+        """What one rank asks for, in words; "" for no GPUs."""
+        if self.mig:
+            return f"{self.mig_count} MIG instance{'' if self.mig_count == 1 else 's'} of {self.mig}"
+        if self.gpu_memory_mib:
+            return f"{format_size(self.gpu_memory_mib)} of a GPU"
+        milli = self.gpu_share_milli or self.gpus * GPU
+        return f"{milli / GPU:g} GPU{'' if milli <= GPU else 's'}" if milli else ""
 
     def charged_milli(self, device_memory_mib: int = 0) -> int:
         """Return the thousandths of GPUs that a queue is charged for one rank; memory counts as its part of a device with so much, 0: not."""

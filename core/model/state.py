@@ -25,9 +25,9 @@ import msgspec
 
 from gangline.core.model.documents import Registration, RestartNotice, StopNotice
 from gangline.core.model.events import Outcome, PlacedPart, ResizeCause
-from gangline.core.model.gpushares import GpuShare, GpuUse
+from gangline.core.model.gpushares import GpuShare, GpuUse, charged_milli
 from gangline.core.model.queues import QueueTree
-from gangline.core.model.roles import Amounts, amounts, full, placed
+from gangline.core.model.roles import Amounts, amounts, full, leaves, placed
 from gangline.core.model.spec import Condition, JobSpec
 from gangline.core.model.usage import Usage
 
@@ -266,7 +266,11 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
 
     def holds(self) -> Amounts:
         """What its ranks hold, see `sizes`."""
-        return amounts(self.spec, self.sizes())
+        held = amounts(self.spec, self.sizes())
+        if self.parts and any(leaf.resources.gpu_memory_mib for leaf in leaves(self.spec)):  # how much that is depends on the GPUs
+            ranks = (rank for part in self.parts.values() for rank in part.ranks.values())
+            held = held._replace(gpus_milli=sum(charged_milli(rank.gpus, rank.share) for rank in ranks))
+        return held
 
     @property
     def lingering(self) -> list[str]:

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import ceil
 
+from gangline.core.model.gpushares import GPU, in_gpus
 from gangline.core.model.roles import Leaf, least, leaves
 from gangline.core.model.spec import JobSpec, TopologyRequest
 from gangline.core.model.state import Job, Node, State
 from gangline.core.policy.ageing import waiting_key
-from gangline.core.policy.capacity import Domain, domain_of, ends_ms, healthy, impossible, ranks_in, takes, within
+from gangline.core.policy.capacity import Domain, Room, domain_of, ends_ms, gpu_of, healthy, impossible, on_one_gpu, ranks_in, takes, within
 
 #: ranks by leaf and node
 _Ranks = Counter[tuple[int, str]]
@@ -38,7 +40,7 @@ class Estimate:
     #: gangs before it in its queue, which are laid over the same room
     ahead: int = 0
     #: GPUs held by gangs that have no time limit
-    gpus_without_limit: int = 0
+    gpus_without_limit: float = 0
 
 
 @dataclass
@@ -46,19 +48,24 @@ class _Room:
     """What is free on one node as time goes on."""
 
     node: Node
-    gpus: int
-    cpus_milli: int
-    memory_mib: int
+    room: Room
 
     def fits(self, leaf: Leaf) -> int:
-        return ranks_in(leaf, self.gpus, self.cpus_milli, self.memory_mib)
+        return ranks_in(leaf, self.room)
 
     def change(self, leaf: Leaf, ranks: int) -> None:
-        """Take what so many ranks need; below zero give it back."""
-        res = leaf.resources
-        self.gpus -= ranks * res.gpus
-        self.cpus_milli -= ranks * res.cpus_milli
-        self.memory_mib -= ranks * res.memory_mib
+        """Take what so many ranks need; below zero give it back. Shares of different GPUs count as if they were of one."""
+        res, room = leaf.resources, self.room
+        each = on_one_gpu(res, room.gpu)
+        if res.shares_gpu and each:
+            milli = room.gpus * GPU + room.shared_milli - ranks * res.charged_milli(room.gpu.memory_mib if room.gpu is not None else 0)
+            room.gpus, room.shared_milli = milli // GPU, milli % GPU
+        elif res.mig and each:
+            room.gpus -= ceil(ranks * res.mig_count / each) if ranks > 0 else -ceil(-ranks * res.mig_count / each)
+        else:
+            room.gpus -= ranks * res.gpus
+        room.cpus_milli -= ranks * res.cpus_milli
+        room.memory_mib -= ranks * res.memory_mib
 
 
 @dataclass
@@ -119,10 +126,10 @@ def start_of(state: State, job: Job, now_ms: int) -> Estimate:
     return Estimate(at_ms, f"if what runs ends at its time limit, with {first}; earlier when jobs end before it", len(ahead), held)
 
 
-def _without_limit(state: State, now_ms: int) -> int:
+def _without_limit(state: State, now_ms: int) -> float:
     """GPUs of gangs that nothing says an end of."""
     placed = (state.jobs[job] for job in state.running)
-    return sum(job.holds().gpus for job in placed if ends_ms(job, now_ms) is None)
+    return in_gpus(sum(job.holds().gpus_milli for job in placed if ends_ms(job, now_ms) is None))
 
 
 def _before(state: State, job: Job, now_ms: int) -> Iterator[Job]:
@@ -252,7 +259,10 @@ class _Simulation:
 
 def _room(node: Node) -> _Room:
     good = healthy(node)
-    return _Room(node, sum(1 for gpu in node.free_gpus if gpu in good), node.free_cpus_milli, node.free_memory_mib)
+    memory = {gpu.index: max(1, gpu.memory_mib) for gpu in node.registration.gpus}
+    shared = sum(GPU - use.amount(memory[gpu]) // memory[gpu] for gpu, use in node.parted.items() if gpu in good and not use.mig)
+    free = sum(1 for gpu in node.free_gpus if gpu in good)
+    return _Room(node, Room(gpu_of(node), free, node.free_cpus_milli, node.free_memory_mib, shared))
 
 
 def _gang_key(spec: JobSpec) -> object:
@@ -263,4 +273,4 @@ def _gang_key(spec: JobSpec) -> object:
 
 def _shape_key(leaf: Leaf, asked: TopologyRequest) -> object:
     res = leaf.resources
-    return (res.gpus, res.gpu_models, res.cpus_milli, res.memory_mib, leaf.gang.ranks_per_node, asked.name, asked.required)
+    return (res, leaf.gang.ranks_per_node, asked.name, asked.required)

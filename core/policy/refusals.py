@@ -184,11 +184,11 @@ def _mig_room(request: Request, nodes: list[Node]) -> int:
 def _words(request: Request) -> str:
     parts = []
     if request.whole:
-        parts.append(f"{request.count} whole GPUs")
+        parts.append(f"{request.count} whole GPU{'' if request.count == 1 else 's'}")
     elif request.memory_mib:
-        parts.append(f"{request.memory_mib} MiB on each of {request.count} GPUs")
+        parts.append(f"{request.memory_mib} MiB of {'a GPU' if request.count == 1 else f'each of {request.count} GPUs'}")
     elif request.count:
-        parts.append(f"{request.milli} thousandths of each of {request.count} GPUs")
+        parts.append(f"{request.milli / GPU:g} of {'a GPU' if request.count == 1 else f'each of {request.count} GPUs'}")
     parts += [f"{count} of MIG profile {profile}" for profile, count in request.mig]
     if request.cpu_milli:
         parts.append(amount(1, request.cpu_milli))

@@ -342,7 +342,7 @@ async def test_show_by_id_name_and_prefix(api: Api) -> None:
         status, body, headers = await api("GET", f"/v1/jobs/{ref}")
         assert (status, body["id"], body["state"], headers["Gangline-Index"]) == (200, job, "running", "5")
     assert body["placement"] == [
-        {"node": "n1", "ranks": [{"rank": r, "role": "", "gpus": [r], "state": "running", "exit_code": None} for r in (0, 1)]}
+        {"node": "n1", "ranks": [{"rank": r, "role": "", "gpus": [r], "state": "running", "exit_code": None, "share": None} for r in (0, 1)]}
     ]
 
 
@@ -529,7 +529,7 @@ async def test_plan_writes_nothing_and_a_standby_answers_it_too(start: Start) ->
     await leader.scheduler.write(ev.NodeJoined(registration=registration("n2")))
     _, found, _ = await standby("POST", "/v1/jobs:plan", SPEC)
     assert (found["outcome"], found["message"]) == ("starts", "would start now: 2 ranks on 1 node")
-    assert found["placement"] == [{"node": "n2", "ranks": [0, 1], "gpus": [[0], [1]]}]
+    assert found["placement"] == [{"node": "n2", "ranks": [0, 1], "gpus": [[0], [1]], "shares": [None, None]}]
     assert (await leader("POST", "/v1/jobs:plan", {**SPEC, "name": "first"}))[0] == 409
     assert (await leader("POST", "/v1/jobs:plan", {"gang": 7}))[0] == 400
     assert len(log.frames) == frames + 1

@@ -16,11 +16,18 @@ from gangline.core.model.documents import DesiredRank, Gpu, Registration
 from gangline.core.model.fold import IllegalTransition
 from gangline.core.model.gpufacts import MEMORY_MIB, MIG_LAYOUTS
 from gangline.core.model.gpushares import GpuShare, MigSlice
+from gangline.core.model.narrate import sentence
 from gangline.core.model.project import project
 from gangline.core.model.queues import Amounts, QueueSpec
-from gangline.core.model.spec import Gang, Resources
+from gangline.core.model.spec import Gang, JobSpec, Resources
 from gangline.core.model.statecodec import dump_state, load_state
+from gangline.core.policy.capacity import impossible
+from gangline.core.policy.estimate import start_of
 from gangline.core.policy.mirror import Mirror
+from gangline.leader.gpurows import InstanceRow, PartedGpuRow, ShareRow
+from gangline.leader.queuerows import queue_rows
+from gangline.leader.rows import job_row, node_row, whole_job
+from gangline.leader.whyrows import why_row
 
 
 def _helpers() -> ModuleType:
@@ -163,6 +170,60 @@ def test_the_first_model_that_has_room_is_taken() -> None:
     c.submit("small", resources=asks(mig="1g.10gb", mig_count=1, gpu_models=("H100", "A100")))
     c.cycle()
     assert c.job("small").state == "queued"
+
+
+# ---------------------------------------------------------------- what people are told
+
+
+def test_rows_of_parts() -> None:
+    c = cluster("H100", gpus=3)
+    for job, res in {"a": asks(gpu_share_milli=300), "b": asks(gpu_memory_mib=20_480), "m": asks(mig="3g.40gb", mig_count=1)}.items():
+        c.submit(job, resources=res)
+    c.submit("waits", ranks=2, resources=asks(gpus=2))
+    c.submit("more", resources=asks(gpu_share_milli=10), queue="other")
+    c.cycle()
+    assert [job_row(c.job(j)).gpus for j in ("a", "b", "m", "waits")] == [0.3, 0.26, 3, 4]
+    (rank,) = whole_job(c.job("m")).placement[0].ranks
+    assert rank.share == ShareRow(None, None, [InstanceRow(1, "3g.40gb", 4)])
+    node = node_row(c.state.nodes["n1"])
+    assert (node.gpus_total, node.gpus_free) == (3, 1)
+    assert node.gpus_parted == [PartedGpuRow(0, 0.43, []), PartedGpuRow(1, None, [InstanceRow(1, "3g.40gb", 4)])]
+    rows = {row.id: row for row in queue_rows(c.state)}
+    assert (rows["default"].allocated.gpus, rows["default"].allocated.models, rows["default"].pending.gpus) == (3.56, {"H100": 3.56}, 4)
+    assert rows["other"].allocated.gpus == 0.01
+    why = why_row(c.state, c.job("waits"), c.now, None, [])
+    assert why.holders is not None
+    assert why.holders.gpus == 3.57
+
+
+def test_the_placement_says_how_gpus_are_partitioned() -> None:
+    c = cluster("H100")
+    c.submit("m", resources=asks(mig="3g.40gb", mig_count=1))
+    (placed,) = (e for e in c.cycle() if isinstance(e, ev.GangPlaced))
+    assert sentence(placed).startswith("m: placed on n1 (rank 0 with 3g.40gb at slice 4 of GPU 0) as generation 1")
+
+
+def test_what_can_never_be_is_said() -> None:
+    c = cluster("H100", "A100-40GB", gpus=2)
+    asked = {
+        "": asks(mig="1g.10gb", mig_count=14), "15 MIG instances of 1g.10gb each": asks(mig="1g.10gb", mig_count=15),
+        "60GiB of a GPU each of model A100-40GB": asks(gpu_memory_mib=60 * 1024, gpu_models=("A100-40GB",)),
+    }  # fmt: skip
+    for said, resources in asked.items():
+        never = impossible(c.state, JobSpec(("x",), gang=Gang(1, 1), resources=resources))
+        assert (said in never) if said else not never
+    assert not impossible(c.state, JobSpec(("x",), gang=Gang(12, 12), resources=asks(gpu_share_milli=330)))
+    assert impossible(c.state, JobSpec(("x",), gang=Gang(13, 13), resources=asks(gpu_share_milli=330)))
+
+
+def test_a_start_is_estimated_for_parts() -> None:
+    c = cluster("H100", gpus=1)
+    c.submit("first", resources=asks(gpu_share_milli=600), time_limit_s=60.0)
+    c.submit("second", resources=asks(gpu_share_milli=300), time_limit_s=600.0)
+    c.submit("third", resources=asks(gpu_share_milli=700), time_limit_s=60.0)
+    c.submit("mig", resources=asks(mig="7g.80gb", mig_count=1))
+    c.cycle()
+    assert [start_of(c.state, c.job(j), c.now).at_ms for j in ("third", "mig")] == [c.now + 60_000, c.now + 600_000]
 
 
 # ---------------------------------------------------------------- what the fold refuses
