@@ -22,12 +22,13 @@ import msgspec
 from simloop import SimLoop
 from simnode import Habits, Run, SimNode
 
+from gangline.core.model.arrays import parse_array, size
 from gangline.core.model.codec import decode_frame
 from gangline.core.model.fold import apply_frame
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.gpushares import GpuUse, uses_of
-from gangline.core.model.spec import Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
-from gangline.core.model.state import Node, State
+from gangline.core.model.spec import Condition, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.state import Job, Node, State
 from gangline.core.model.statecodec import dump_state, state_digest
 from gangline.core.store.api import StoreError
 from gangline.core.store.archive import Archive
@@ -38,7 +39,7 @@ from gangline.core.store.recover import recover
 from gangline.core.store.watching import Timing
 from gangline.core.telemetry import Telemetry, setup, structured_logging
 from gangline.leader import snapshotter
-from gangline.leader.commands import Accepted, Administer, Command, Refused, SetBrake, Stop, Submit
+from gangline.leader.commands import Accepted, Administer, Command, Hold, Refused, Release, SetBrake, Stop, Submit
 from gangline.leader.scheduler import Scheduler
 from gangline.leader.service import NotLeader, Unavailable
 
@@ -67,6 +68,8 @@ class Scenario(msgspec.Struct, frozen=True):
     ambiguous: float = 0.05
     watch_trouble: float = 0.05
     stale: float = 0.02
+    #: share of submissions that are arrays, wait for others, are held, or have a begin or a deadline
+    conditional: float = 0.0
 
 
 class World:
@@ -150,7 +153,7 @@ class World:
         rng = self.rng
         await asyncio.sleep(rng.random() * self.scenario.duration_s * 0.8)
         key, tries = f"key-{number}", 0
-        spec = self.spec()
+        spec = self.conditional(self.spec()) if rng.random() < self.scenario.conditional else self.spec()
         while True:
             tries += 1
             command = Submit(f"j{number}-{tries}", spec, idempotency_key=key, body_digest=str(number))
@@ -164,6 +167,8 @@ class World:
             self.submitted.setdefault(key, "")
             asking.cancel()
         self.say(f"{key} is {self.submitted[key]}: {spec}")
+        if self.scenario.conditional:
+            await self._hold(self.submitted[key], spec.hold)
         if rng.random() < 0.25:
             await asyncio.sleep(rng.random() * 30)
             await self.ask(Stop(self.submitted[key], by="client", reason="enough"))
@@ -190,6 +195,29 @@ class World:
             resources=devices,
             time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),
             on_disconnect=rng.choice(("stop", "stop", "stop", "keep")),
+        )  # fmt: skip
+
+    async def _hold(self, job: str, held: bool) -> None:
+        """Release what was submitted on hold; hold some of the others for a while."""
+        rng = self.rng
+        if not held and rng.random() < 0.3:
+            await asyncio.sleep(rng.random() * 20)
+            held = await self.ask(Hold(job, by="client", reason="a while", requeue=rng.random() < 0.5)) is not None
+        if held:
+            await asyncio.sleep(rng.random() * 20)
+            await self.ask(Release(job, by="client"))
+            self.say(f"{job} released")
+
+    def conditional(self, spec: JobSpec) -> JobSpec:
+        """Return the job as an array, or as one that waits for others or for its time."""
+        rng = self.rng
+        known = [job for job in self.submitted.values() if job]
+        others = rng.sample(known, min(len(known), rng.choice((0, 0, 1, 2))))
+        conditions: tuple[Condition, ...] = ("after_ok", "after_any", "after_not_ok", "after_start")
+        return msgspec.structs.replace(
+            spec, array=parse_array(rng.choice(("0-5%2", "0-9:3", "1,3,5-7%1"))) if rng.random() < 0.4 else None,
+            depends_on=tuple(Dependency(job, rng.choice(conditions)) for job in others), hold=rng.random() < 0.2,
+            begin_after_s=rng.choice((0.0, 0.0, 15.0)), deadline_after_s=rng.choice((0.0, 0.0, 0.0, 60.0)),
         )  # fmt: skip
 
     def devices(self) -> Resources:
@@ -461,6 +489,24 @@ def check_state(state: State) -> None:
                 raise Violation(f"index {state.index}: {job.id} is to be in one rack and is in {racks}")
         if (job.id in state.running) != job.active:
             raise Violation(f"index {state.index}: {job.id} is {job.state}, running: {job.id in state.running}")
+        if job.active and (job.waits_for or state.at_ms < job.begin_at_ms):
+            raise Violation(f"index {state.index}: {job.id} runs before {job.waits_for} or {job.begin_at_ms}")
+        check_array(state, job)
+
+
+def check_array(state: State, array: Job) -> None:
+    """No more elements are live than the array allows; when it has ended, each of its elements has ended once."""
+    elements, spec = array.elements, array.spec.array
+    if elements is None or spec is None:
+        return
+    live = [j.id for j in state.jobs.values() if j.array == array.id and j.state != "finished"]
+    if sorted(live) != sorted(elements.live) or (spec.at_most and len(live) > spec.at_most):
+        raise Violation(f"index {state.index}: {array.id} has {live} live, knows of {list(elements.live)}, allows {spec.at_most}")
+    ended = [p for runs in (elements.succeeded, elements.failed, elements.cancelled) for a, b in runs for p in range(a, b + 1)]
+    if len(set(ended)) != len(ended):
+        raise Violation(f"index {state.index}: an element of {array.id} has ended twice: {ended}")
+    if array.outcome == "succeeded" and sorted(ended) != list(range(size(spec))):
+        raise Violation(f"index {state.index}: {array.id} has succeeded, and only {ended} have ended")
 
 
 def check_parts(state: State, node: Node) -> list[int]:

@@ -28,6 +28,12 @@ def test_many_nodes_few_faults(seed: int, tmp_path: Path, telemetry: Telemetry) 
     play(seed, tmp_path, Scenario(schedulers=2, nodes=12, jobs=60, pace_s=12.0, ambiguous=0.01, watch_trouble=0.0), telemetry=telemetry)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_arrays_dependencies_holds_and_deadlines_among_faults(seed: int, tmp_path: Path, telemetry: Telemetry) -> None:
+    world = play(seed, tmp_path, Scenario(jobs=16, conditional=0.7), telemetry=telemetry)
+    assert any("." in run.job for node in world.nodes.values() for run in node.runs), "elements of arrays have run"
+
+
 def test_the_same_seed_is_the_same_story(tmp_path: Path, telemetry: Telemetry) -> None:
     first, second = (play(7, tmp_path / name, telemetry=telemetry) for name in "ab")
     assert first.story == second.story

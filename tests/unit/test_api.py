@@ -1376,3 +1376,111 @@ async def test_a_standby_passes_a_declaration_on(start: Start) -> None:
     assert (status, body["index"], headers["ETag"]) == (200, 2, '"2"')
     assert list(standby.scheduler.state.queues.specs) == ["default"]
     assert (await standby("GET", "/v1/queues?min_index=2&wait=5s"))[1]["index"] == 2
+
+
+# ---------------------------------------------------------------- arrays, dependencies, hold
+
+
+ARRAY = {**SPEC, "name": "sweep", "array": "0-4%2", "gang": {"ranks": 1}}
+
+
+async def array(api: Api) -> str:
+    """Submit an array, with its first two elements as jobs, the first of which has failed."""
+    _, body, _ = await api("POST", "/v1/jobs", ARRAY)
+    job: str = body["job"]
+    s = api.scheduler
+    await s.write(ev.ElementsQueued(job=job, indices=(0, 1)))
+    await s.write(ev.GangFinished(job=f"{job}.0", outcome="failed", cause="rank_failed", message="m", exit_code=3))
+    return job
+
+
+async def test_an_array_is_one_row_and_its_elements_are_others(api: Api) -> None:
+    job = await array(api)
+    other = (await api("POST", "/v1/jobs", SPEC))[1]["job"]
+    rows = (await api("GET", "/v1/jobs"))[1]["jobs"]
+    assert [row["id"] for row in rows] == [other, job]
+    assert rows[1]["elements"] == {
+        "total": 5, "to_come": 3, "queued": 1, "active": 0, "succeeded": 0, "failed": 1, "cancelled": 0, "at_most": 2, "indices": "0-4",
+        "failed_indices": "0",
+    }  # fmt: skip
+    assert (rows[1]["state"], rows[1]["reason"]) == ("queued", "of 5: 1 queued, 3 to come, 1 failed")
+    assert [r["id"] for r in (await api("GET", f"/v1/jobs?array={job}"))[1]["jobs"]] == [f"{job}.0", f"{job}.1"]
+    assert [r["id"] for r in (await api("GET", "/v1/jobs?elements=1"))[1]["jobs"]] == [other, job, f"{job}.0", f"{job}.1"]
+    pages, cursor = [], ""
+    while cursor is not None:
+        body = (await api("GET", f"/v1/jobs?elements=1&limit=1&cursor={cursor}"))[1]
+        pages += [row["id"] for row in body["jobs"]]
+        cursor = body["cursor"]
+    assert pages == [other, job, f"{job}.0", f"{job}.1"], "no page has a job twice or leaves one out"
+    assert (await api("GET", f"/v1/jobs?array={other}"))[1]["code"] == "no_array"
+
+
+async def test_elements_are_addressed_by_id_name_and_prefix(api: Api) -> None:
+    job = await array(api)
+    for ref in (f"{job}.1", "sweep.1", f"{job[:5]}.1"):
+        body = (await api("GET", f"/v1/jobs/{ref}"))[1]
+        assert (body["id"], body["array"], body["array_index"], body["state"]) == (f"{job}.1", job, 1, "queued")
+    waiting = (await api("GET", "/v1/jobs/sweep.4"))[1]
+    assert (waiting["state"], waiting["deferred"]["code"]) == ("queued", "array_turn")
+    why = (await api("GET", "/v1/jobs/sweep.4/why"))[1]
+    assert (why["witness"]["code"], why["order"]) == ("array_turn", None)
+    assert (await api("GET", "/v1/jobs/sweep.5"))[1]["code"] == "no_such_element"
+    assert (await api("GET", "/v1/jobs/sweep/logs"))[1]["code"] == "is_array"
+    story = (await api("GET", f"/v1/jobs/{job}.1/story"))[1]["entries"]
+    assert [entry["event"] for entry in story] == ["elements_queued"]
+
+
+async def test_an_element_whose_turn_has_not_come_is_stopped(api: Api) -> None:
+    job = await array(api)
+    status, body, _ = await api("DELETE", "/v1/jobs/sweep.3")
+    assert (status, body["state"]) == (200, "finished")
+    assert (await api("GET", "/v1/jobs/sweep.3"))[1]["outcome"] == "cancelled"
+    assert (await api("DELETE", "/v1/jobs/sweep.3"))[0] == 200
+    assert (await api("GET", f"/v1/jobs/{job}"))[1]["elements"]["to_come"] == 2
+
+
+async def test_hold_and_release(api: Api) -> None:
+    job = (await api("POST", "/v1/jobs", SPEC))[1]["job"]
+    status, body, _ = await api("POST", f"/v1/jobs/{job}:hold", {"reason": "data"}, Gangline_User="ann")
+    assert (status, body["held"], body["held_by"]) == (200, True, "ann")
+    index = api.scheduler.state.index
+    assert (await api("POST", f"/v1/jobs/{job}:hold", {"reason": "data"}))[0] == 200
+    assert api.scheduler.state.index == index, "said twice, it is done once"
+    assert (await api("POST", f"/v1/jobs/{job}:release", {}))[1]["held"] is False
+    assert (await api("POST", f"/v1/jobs/{job}:release"))[0] == 200
+    assert (await api("POST", f"/v1/jobs/{job}:relaese"))[1]["code"] == "no_such_action"
+    assert (await api("POST", f"/v1/jobs/{job}:release", {"requeue": True}))[0] == 400
+    assert (await api("POST", f"/v1/jobs/{job}:hold", {"why": "x"}))[0] == 400
+    await api.scheduler.write(ev.GangFinished(job=job, outcome="cancelled", cause="stopped", message="m"))
+    assert (await api("POST", f"/v1/jobs/{job}:hold"))[1]["code"] == "job_ended"
+
+
+async def test_hold_of_an_array_and_its_elements(api: Api) -> None:
+    await array(api)
+    assert (await api("POST", "/v1/jobs/sweep:hold", {}))[0] == 200
+    assert (await api("POST", "/v1/jobs/sweep.1:release", {}))[1]["code"] == "array_held"
+    assert (await api("POST", "/v1/jobs/sweep.4:hold", {}))[1]["code"] == "element_not_live"
+    assert (await api("POST", "/v1/jobs/sweep.1:hold", {}))[1]["held"] is True
+
+
+async def test_dependencies_are_named_by_id_name_or_element(api: Api) -> None:
+    job = await array(api)
+    status, body, _ = await api("POST", "/v1/jobs", {**SPEC, "depends_on": ["sweep", "after_any:sweep.4"]})
+    assert status == 201
+    shown = (await api("GET", f"/v1/jobs/{body['job']}"))[1]
+    assert shown["spec"]["depends_on"] == [f"after_ok:{job}", f"after_any:{job}.4"]
+    assert shown["waits_for"] == [{"job": job, "when": "after_ok"}, {"job": f"{job}.4", "when": "after_any"}]
+    status, body, _ = await api("POST", "/v1/jobs", {**SPEC, "depends_on": ["nobody"]})
+    assert (status, body["code"]) == (404, "no_such_dependency")
+    status, body, _ = await api("POST", "/v1/jobs", {**SPEC, "depends_on": ["sweep", f"after_any:{job}"]})
+    assert (status, body["code"]) == (422, "dependency_twice")
+    assert (await api("POST", "/v1/jobs:plan", {**SPEC, "depends_on": ["sweep"]}))[1]["reason"]["code"] == "dependency"
+    assert (await api("POST", "/v1/jobs:plan", {**SPEC, "hold": True}))[1]["reason"]["code"] == "held"
+
+
+async def test_a_batch_is_a_chain_when_its_jobs_name_those_before_them(api: Api) -> None:
+    after = {"a": [], "b": ["a"], "c": ["d"], "d": []}
+    chain = [{**SPEC, "name": name, "depends_on": others} for name, others in after.items()]
+    results = (await api("POST", "/v1/jobs:batch", {"jobs": chain}))[1]["results"]
+    assert results[2]["problem"]["code"] == "no_such_dependency", "only what stands before can be named, so there are no circles"
+    assert (await api("GET", "/v1/jobs/b"))[1]["waits_for"] == [{"job": results[0]["job"], "when": "after_ok"}]

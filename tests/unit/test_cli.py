@@ -673,6 +673,60 @@ def test_stop(server: FakeScheduler, run: Run) -> None:
     assert run("stop", "a").out == "j1 (a) had already ended\n"
 
 
+def test_hold_and_release(server: FakeScheduler, run: Run) -> None:
+    server.routes["POST", "/v1/jobs/a:hold"] = Reply(job(name="a", state="queued", held=True))
+    server.routes["POST", "/v1/jobs/b:hold"] = Reply(job("j2", name="b", held=True))
+    server.routes["POST", "/v1/jobs/a:release"] = Reply(job(name="a", state="queued"))
+    assert run("hold", "a", "b", "--reason", "data").out == "j1 (a) is held\nj2 (b) is held; what runs of it goes on\n"
+    assert server.asked("POST", "/v1/jobs/a:hold")[0].body == {"reason": "data", "requeue": False}
+    assert run("hold", "b", "--requeue").out == "j2 (b) is held; asked to leave\n"
+    assert run("release", "a") == Ran(0, "j1 (a) is released\n", "")
+
+
+def test_submit_with_options_in_place_of_what_the_file_says(server: FakeScheduler, run: Run, jobfile: str) -> None:
+    server.routes["POST", "/v1/jobs"] = Reply({"job": "j1", "name": "a", "state": "queued", "index": 7}, 201)
+    assert run("submit", "-q", jobfile, "--array", "0-3%2", "--depends-on", "prep", "--begin", "60", "--hold").code == 0
+    [request] = server.asked("POST", "/v1/jobs")
+    body = {word: request.body[word] for word in ("array", "depends_on", "begin", "hold")}
+    assert body == {"array": "0-3%2", "depends_on": ["after_ok:prep"], "begin": "1m", "hold": True}
+    ran = run("submit", jobfile, "--array", "3-1", "--depends-on", "afterok:prep")
+    assert ran.code == 2
+    assert "--array: " in ran.err
+    assert "--depends-on: " in ran.err
+
+
+ELEMENTS = {"total": 4, "to_come": 1, "queued": 0, "active": 1, "succeeded": 1, "failed": 1, "cancelled": 0, "at_most": 1, "indices": "0-3",
+            "failed_indices": "1"}  # fmt: skip
+
+
+def test_ps_and_show_of_an_array(server: FakeScheduler, run: Run) -> None:
+    server.routes["GET", "/v1/jobs"] = Reply({"jobs": [job("j1.2", array="j1", array_index=2)], "cursor": None})
+    assert "j1.2" in run("ps", "--array", "j1").out
+    assert server.requests[-1].query["array"] == "j1"
+    assert "state" not in server.requests[-1].query, "of one array, those that have ended are shown too"
+    run("ps", "--elements")
+    assert server.requests[-1].query["elements"] == "1"
+    waits_for = [{"job": "j0", "when": "after_ok"}]
+    server.routes["GET", "/v1/jobs/j1"] = Reply(job(elements=ELEMENTS, held=True, held_by="ann", waits_for=waits_for, begin_at_ms=1_000))
+    lines = [line.split(maxsplit=1) for line in run("show", "j1").out.split("\nspec")[0].splitlines()]
+    shown = {words[0]: words[-1] for words in lines}
+    assert shown["elements"] == "4: 1 active, 1 to come, 1 succeeded, 1 failed; at most 1 at once"
+    assert (shown["indices"], shown["held"], shown["after_ok"]) == ("0-3; failed: 1", "by ann", "j0")
+
+
+def test_logs_of_an_array_carry_the_index(server: FakeScheduler, run: Run) -> None:
+    server.routes["GET", "/v1/jobs/j1"] = Reply(finished(elements=ELEMENTS))
+    rows = [finished("j1.0", array="j1", array_index=0), finished("j1.7", array="j1", array_index=7, ranks=2)]
+    server.routes["GET", "/v1/jobs"] = Reply({"jobs": [*rows, job("j1.8", "queued", array="j1", array_index=8, generation=0)], "cursor": None})
+    for element, rank, text in (("j1.0", 0, b"zero\n"), ("j1.7", 0, b"seven"), ("j1.7", 1, b"and one\n")):
+        known = server.routes.get(("GET", f"/v1/jobs/{element}/logs"))
+        reply = Reply(text, headers={"Gangline-Log-Offset": "0", "Gangline-Log-Size": str(len(text))})
+        server.routes["GET", f"/v1/jobs/{element}/logs"] = [*(known if isinstance(known, list) else []), reply]
+        assert rank in (0, 1)
+    assert run("logs", "j1").out == "[0] zero\n[7/1] and one\n[7/0] seven\n"
+    assert run("logs", "j1", "--rank", "0").code == 2
+
+
 def test_wait_until_running_counts_what_was(server: FakeScheduler, run: Run) -> None:
     server.routes["GET", "/v1/jobs/j1"] = [
         Reply(job(state="queued")),

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gangline.core.model.arrays import parse_array
 from gangline.core.model.codec import pack
 from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, Gpu, Observed, Registration, RestartNotice
 from gangline.core.model.spec import Checkpoint, JobSpec, Resources
@@ -444,3 +446,10 @@ def test_law_a_status_is_json(text: str, number: int, gpus: list[int]):
     read = json.loads(rankfile.encode({"message": text, "pid": number, "gpus": gpus}))
     assert (read["pid"], read["gpus"]) == (number, gpus)
     assert read["message"] == "".join(c if c >= " " else " " for c in text)
+
+
+def test_an_element_of_an_array_knows_which_it_is() -> None:
+    spec = msgspec.structs.replace(SPEC, array=parse_array("0-30:10%2"))
+    env = rank_environment(msgspec.structs.replace(GANG, job="jabc.20"), GANG.ranks[0], spec, HERE)
+    assert [env[f"GANGLINE_{name}"] for name in ("JOB_ID", "ARRAY_JOB", "ARRAY_INDEX", "ARRAY_SIZE")] == ["jabc.20", "jabc", "20", "4"]
+    assert "GANGLINE_ARRAY_JOB" not in rank_environment(GANG, GANG.ranks[0], SPEC, HERE)
