@@ -237,7 +237,7 @@ def _holders(state: State, job: Job, now_ms: int, deferral: Deferral | None) -> 
         row = queues.setdefault(other.spec.queue, QueueHolderRow(other.spec.queue))
         row.jobs += 1
         row.gpus = in_gpus(round(row.gpus * GPU) + other.holds().gpus_milli)
-    largest = [_holder(other, now_ms) for other in nsmallest(MAX_HOLDERS, placed, key=lambda j: (-_gpus(j), j.number))]
+    largest = [_holder(other, now_ms) for other in nsmallest(MAX_HOLDERS, placed, key=lambda j: (-_gpus(j), j.order))]
     in_order = sorted(queues.values(), key=lambda row: (-row.gpus, row.queue))
     total = in_gpus(sum(round(row.gpus * GPU) for row in in_order))
     return HoldersRow(within, len(placed), total, in_order, largest)

@@ -16,7 +16,7 @@ def project(state: State, node: str) -> Desired:
     gangs: list[DesiredGang] = []
     if holder is not None:
         # A lost node keeps what may still run there (on_disconnect: keep): it reads this before anybody knows that it is back.
-        jobs = sorted((state.jobs[j] for j in holder.holdings), key=lambda j: j.number)
+        jobs = sorted((state.jobs[j] for j in holder.holdings), key=lambda j: j.order)
         gangs = [_gang(state, job, node) for job in jobs if job.state in _WANTED and node in job.parts and not job.parts[node].dead]
     return Desired(
         node=node, index=state.index, epoch=state.epoch, gangs=tuple(gangs), draining=holder is not None and holder.draining,

@@ -24,7 +24,7 @@ def decide(state: State, now_ms: int) -> list[ev.LogEvent]:
 
 def recover(state: State, now_ms: int) -> list[ev.LogEvent]:
     """One step for every gang whose situation calls for it, in order of submission."""
-    jobs = sorted((state.jobs[j] for j in state.scratch.jobs if j in state.jobs), key=lambda j: j.number)
+    jobs = sorted((state.jobs[j] for j in state.scratch.jobs if j in state.jobs), key=lambda j: j.order)
     steps = (_step(state, job, now_ms) for job in jobs)
     return [s for s in steps if s is not None]
 

@@ -173,8 +173,8 @@ def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.Log
                 groups.setdefault(same, (why, []))[1].append(name)
     out: list[ev.LogEvent] = []
     # In an order that does not depend on how the mirror came about: a leader that took over must write what the one before would have.
-    for why, jobs in sorted(groups.values(), key=lambda g: min(state.jobs[j].number for j in g[1])):
-        jobs.sort(key=lambda j: state.jobs[j].number)
+    for why, jobs in sorted(groups.values(), key=lambda g: min(state.jobs[j].order for j in g[1])):
+        jobs.sort(key=lambda j: state.jobs[j].order)
         for at in range(0, len(jobs), _DEFERRED_TOGETHER):
             some = tuple(jobs[at : at + _DEFERRED_TOGETHER])
             out.append(

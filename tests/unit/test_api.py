@@ -1474,8 +1474,14 @@ async def test_dependencies_are_named_by_id_name_or_element(api: Api) -> None:
     assert (status, body["code"]) == (404, "no_such_dependency")
     status, body, _ = await api("POST", "/v1/jobs", {**SPEC, "depends_on": ["sweep", f"after_any:{job}"]})
     assert (status, body["code"]) == (422, "dependency_twice")
-    assert (await api("POST", "/v1/jobs:plan", {**SPEC, "depends_on": ["sweep"]}))[1]["reason"]["code"] == "dependency"
-    assert (await api("POST", "/v1/jobs:plan", {**SPEC, "hold": True}))[1]["reason"]["code"] == "held"
+
+
+async def test_plans_of_jobs_that_wait_for_something_else_than_room(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_plan, "_FREE_S", 100.0)  # on a busy machine, too
+    await array(api)
+    for field, code in (({"depends_on": ["sweep"]}, "dependency"), ({"hold": True}, "held"), ({"begin": "1h"}, "before_begin")):
+        assert (await api("POST", "/v1/jobs:plan", {**SPEC, **field}))[1]["reason"]["code"] == code
+    assert (await api("POST", "/v1/jobs:plan", {**SPEC, "depends_on": ["nobody"]}))[1]["code"] == "no_such_dependency"
 
 
 async def test_a_batch_is_a_chain_when_its_jobs_name_those_before_them(api: Api) -> None:
