@@ -33,7 +33,7 @@ class QueueRoutes:
         state = await self._context.read(Params(request, "min_index", "wait"))
         present = state.queues.declaration
         body = {
-            "queues": queue_rows(state),
+            "queues": queue_rows(state, self._context.now_ms(state)),
             "declared": to_words(present) if present.queues else None,
             "index": present.index,
             "at_ms": present.at_ms or None,

@@ -13,6 +13,8 @@ from gangline.core.model.codec import Frame
 from gangline.core.model.gpushares import GPU
 from gangline.core.model.roles import asked
 from gangline.core.model.state import State
+from gangline.core.model.usage import usage_of
+from gangline.core.policy.shares import queues_with_shares
 from gangline.core.telemetry import LONG_SECONDS_BUCKETS, Labels, Telemetry
 
 Samples = Iterable[tuple[float, Labels]]
@@ -80,6 +82,8 @@ class Metrics:
         ):
             t.gauge(name, description, self._of_state(read))
         t.sums("gangline.queue.lost", "GPU time that evicted gangs had not saved, by the queue that they made room for.", self._lost_work, "s")
+        t.gauge("gangline.queue.usage", "Part of what the nodes had that a queue held in the past, decayed by its half-life.", self._usage)
+        t.gauge("gangline.queue.fair.share.gpus", "GPUs that a declared queue should have of those that it has or waits for.", self._fair_shares)
         t.gauge("gangline.queue.oldest.wait", "Time that the longest waiting gang of a queue has waited.", self._oldest_wait, "s")
 
     # ---------------------------------------------------------------- fed by the loop
@@ -183,6 +187,24 @@ class Metrics:
     def _lost_work(self) -> Samples:
         state = self._state()
         return [] if state is None else [(gpu_ms / 1000, {"queue": queue}) for queue, gpu_ms in state.lost_gpu_ms.items()]
+
+    def _usage(self) -> Samples:
+        state = self._state()
+        if state is None:
+            return []
+        now_ms = max(state.at_ms, self._now_ms()) if self._now_ms is not None else state.at_ms
+        usages = [(path, usage_of(state.usage, state.queues, path, now_ms)) for path in state.queues.half_lives_ms]
+        return [
+            (part, {"queue": path, "resource": resource})
+            for path, parts in usages if parts is not None for resource, part in zip(("gpus", "cpus", "memory"), parts, strict=True)
+        ]  # fmt: skip
+
+    def _fair_shares(self) -> Samples:
+        state = self._state()
+        if state is None or not state.queues.declared:
+            return []
+        now_ms = max(state.at_ms, self._now_ms()) if self._now_ms is not None else state.at_ms
+        return [(queue.fair_share[0] / 1000, {"queue": path}) for path, queue in queues_with_shares(state, now_ms).items()]
 
     def _oldest_wait(self) -> Samples:
         state = self._state()

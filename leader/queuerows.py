@@ -7,11 +7,14 @@ from collections.abc import Iterator
 import msgspec
 
 from gangline.core.model.arrays import to_come
-from gangline.core.model.gpushares import GPU, in_gpus, uses_of
+from gangline.core.model.gpushares import GPU, charged_milli, in_gpus, uses_of
 from gangline.core.model.queues import Amounts, QueueSpec, QueueState, QueueTree, Weights, amount
 from gangline.core.model.roles import asked
 from gangline.core.model.state import Job, State
 from gangline.core.model.topologies import Topology, levels_by_name
+from gangline.core.model.usage import Parts, usage_of, usage_of_users
+from gangline.core.policy.queues import Queue
+from gangline.core.policy.shares import queues_with_shares
 
 
 class AmountsRow(msgspec.Struct, frozen=True):
@@ -51,6 +54,26 @@ class PendingRow(msgspec.Struct):
     gpus: float = 0
 
 
+class UsageRow(msgspec.Struct, frozen=True):
+    """What was held on average in the past, as a part of what the nodes had, 0 to 1; what was a half-life ago counts half."""
+
+    gpus: float
+    cpus: float
+    memory: float
+
+
+class UserRow(msgspec.Struct):
+    """One user of a queue whose users take turns."""
+
+    user: str
+    running: int = 0
+    gpus: float = 0
+    pending: int = 0
+    pending_gpus: float = 0
+    #: null: the past does not count
+    usage: UsageRow | None = None
+
+
 class QueueRow(msgspec.Struct, frozen=True):
     """One queue with all that is below it."""
 
@@ -78,9 +101,15 @@ class QueueRow(msgspec.Struct, frozen=True):
     pending: PendingRow
     #: GPU time that evicted gangs had not saved, lost for the sake of jobs of this queue
     lost_gpu_s: float
+    #: what it should have now, GPU models that some queue names included; null before any queue is declared
+    fair_share: AmountsRow | None
+    #: null: the past does not count
+    usage: UsageRow | None
+    #: by name; empty where users do not take turns
+    users: list[UserRow]
 
 
-def queue_rows(state: State) -> list[QueueRow]:
+def queue_rows(state: State, now_ms: int) -> list[QueueRow]:
     """Return the queues, parents first. Before any is declared: the default queue, and those that live jobs name."""
     tree = state.queues
     specs = dict(tree.specs)
@@ -106,9 +135,48 @@ def queue_rows(state: State) -> list[QueueRow]:
     for queue, gpu_ms in state.lost_gpu_ms.items():
         for path in [spec.path for spec in tree.lineage(queue)] if queue in tree.specs else [queue]:
             lost[path] = lost.get(path, 0) + gpu_ms
+    shares = queues_with_shares(state, now_ms) if tree.declared else {}
+    users = _users(state, now_ms)
     return [
-        _row(tree, spec, held.get(path, HeldRow()), pending.get(path, PendingRow()), lost.get(path, 0) / 1000) for path, spec in specs.items()
-    ]
+        _row(
+            tree, spec, held.get(path, HeldRow()), pending.get(path, PendingRow()), lost.get(path, 0) / 1000, _share(shares.get(path)),
+            _usage(usage_of(state.usage, tree, path, now_ms)), [row for _, row in sorted(users.get(path, {}).items())],
+        )
+        for path, spec in specs.items()
+    ]  # fmt: skip
+
+
+def _users(state: State, now_ms: int) -> dict[str, dict[str, UserRow]]:
+    """Return rows of the users of the leaves where they take turns."""
+    tree = state.queues
+    found: dict[str, dict[str, UserRow]] = {path: {} for path, spec in tree.specs.items() if spec.user_fairness and tree.is_leaf(path)}
+    for path, rows in found.items():
+        for user, parts in usage_of_users(state.usage, tree, path, now_ms).items():
+            rows[user] = UserRow(user)
+            rows[user].usage = _usage(parts)
+    for job in _live_jobs(state) if found else ():
+        queue = found.get(job.spec.queue)
+        if queue is None:
+            continue
+        row = queue.setdefault(job.user, UserRow(job.user, usage=UsageRow(0.0, 0.0, 0.0) if job.spec.queue in tree.half_lives_ms else None))
+        if job.active:
+            row.running += 1
+            row.gpus += in_gpus(sum(charged_milli(r.gpus, r.share) for part in job.parts.values() for r in part.ranks.values()))
+        else:
+            row.pending += 1
+            row.pending_gpus += asked(job.spec).gpus
+    return found
+
+
+def _share(queue: Queue | None) -> AmountsRow | None:
+    if queue is None:
+        return None
+    gpus, cpus, memory = queue.fair_share
+    return AmountsRow(gpus / 1000, cpus / 1000, memory >> 20, {model: each.fair_share / 1000 for model, each in queue.models.items()})
+
+
+def _usage(parts: Parts | None) -> UsageRow | None:
+    return None if parts is None else UsageRow(*(round(part, 6) for part in parts))
 
 
 def _live_jobs(state: State) -> Iterator[Job]:
@@ -138,7 +206,10 @@ def _hold(row: HeldRow, state: State, job: Job) -> None:
                 row.models[model] = in_gpus(round(row.models.get(model, 0) * GPU) + milli)
 
 
-def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow, lost_gpu_s: float) -> QueueRow:
+def _row(
+    tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow, lost_gpu_s: float, share: AmountsRow | None, usage: UsageRow | None,
+    users: list[UserRow],
+) -> QueueRow:  # fmt: skip
     lineage = list(tree.lineage(spec.path)) if spec.path in tree.specs else [spec]
     return QueueRow(
         id=spec.path,
@@ -160,6 +231,9 @@ def _row(tree: QueueTree, spec: QueueSpec, held: HeldRow, pending: PendingRow, l
         allocated=held,
         pending=pending,
         lost_gpu_s=lost_gpu_s,
+        fair_share=share,
+        usage=usage,
+        users=users,
     )
 
 

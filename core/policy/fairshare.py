@@ -70,17 +70,30 @@ class Claim:
         return min(self.demand, self.limit)
 
 
+@dataclass
+class ToDivide:
+    """What the cluster has, in all and by GPU model, and what queues wait for of the models that they name; all in the units of a vector."""
+
+    total: Vector
+    by_model: dict[str, int]
+    waiting: dict[tuple[Queue, str], int]
+
+
 def set_fair_shares(world: World) -> None:
     """Work out the fair share of every queue from what is allocated and waiting now."""
     roots = world.roots()
+    named = bool(roots and roots[0].models)
+    divide_all(roots, ToDivide(world.total, world.gpus_by_model() if named else {}, _waiting_by_model(world) if named else {}))
+
+
+def divide_all(roots: list[Queue], what: ToDivide) -> None:
+    """Set the fair shares of the top queues and of all below."""
     demands: dict[Queue, Vector] = {}
     for root in roots:
         _demand(root, demands)
-    _share_out(roots, world.total, demands, world.total)
-    if roots and roots[0].models:
-        waiting = _waiting_by_model(world)
-        for model in roots[0].models:
-            _share_model_out(roots, model, world.gpus_by_model().get(model, 0), waiting)
+    _share_out(roots, what.total, demands, what.total)
+    for model in roots[0].models if roots else ():
+        _share_model_out(roots, model, what.by_model.get(model, 0), what.waiting)
 
 
 def _demand(queue: Queue, demands: dict[Queue, Vector]) -> Vector:

@@ -30,7 +30,6 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import PlacedPart, PlacedRank
 from gangline.core.model.gpufacts import MIG_LAYOUTS, MigLayout
 from gangline.core.model.gpushares import GpuUse, uses_of
-from gangline.core.model.queues import QueueSpec as DeclaredQueue
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.roles import Group, Leaf, leaf_of_ranks, leaves, of_ranks, recorded, tree
 from gangline.core.model.roles import placed as placed_sizes
@@ -42,24 +41,22 @@ from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_nam
 from gangline.core.model.usage import usage_of, usage_of_users
 from gangline.core.policy import ageing
 from gangline.core.policy.admission import gate
+from gangline.core.policy.declared import queue_specs
 from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
 from gangline.core.policy.handout import Given, placed_devices
 from gangline.core.policy.migplan import most
-from gangline.core.policy.models import ModelSpec, left_of
+from gangline.core.policy.models import left_of
 from gangline.core.policy.nodes import NodeSpec, Place
 from gangline.core.policy.placing import Placer
-from gangline.core.policy.queues import QueueSpec
 from gangline.core.policy.refusals import MODEL_LEVEL as _MODEL_LABEL
 from gangline.core.policy.refusals import Refusal
-from gangline.core.policy.requests import GPU, UNLIMITED, Affinity, Request
+from gangline.core.policy.requests import GPU, Affinity, Request
 from gangline.core.policy.resize import may_grow
 from gangline.core.policy.sizes import Placement, is_elastic, present
 from gangline.core.policy.world import Options, World
 
 _K = TypeVar("_K")
 _MIB = 1 << 20
-#: a gang is not reclaimed before it has run so long, where no queue says otherwise: what has just been placed is not taken back at once
-MIN_RUNTIME_S = 60.0
 #: pods are not counted here; a node that takes no new ranks is short of so many
 _PODS = 1 << 20
 _CLOSED = 1 << 30
@@ -164,7 +161,7 @@ class Mirror:
         self.__init__()  # type: ignore[misc]
         self._now_ms = now_ms
         self._tree = state.queues
-        specs = _queue_specs(state.queues)
+        specs = queue_specs(state.queues)
         self.world.add_queues(specs)
         for spec in specs:
             self._protection_s = max(self._protection_s, spec.reclaim_min_runtime_s or 0.0, spec.preempt_min_runtime_s or 0.0)
@@ -691,34 +688,3 @@ def _count(counts: dict[_K, int], what: _K, by: int) -> None:
     counts[what] = counts.get(what, 0) + by
     if not counts[what]:
         del counts[what]
-
-
-def _queue_specs(tree: QueueTree) -> list[QueueSpec]:
-    order: dict[str, int] = {}
-    out = []
-    for spec in tree.specs.values():
-        order[spec.parent] = order.get(spec.parent, -1) + 1
-        out.append(_queue_spec(spec, order[spec.parent], tree.declared))
-    return out
-
-
-def _models_spec(spec: DeclaredQueue) -> tuple[ModelSpec, ...]:
-    quotas, limits, weights = spec.quota.models, spec.limit.models, spec.over_quota_weight.models
-    named = sorted({*quotas, *limits, *weights})
-    return tuple((model, quotas.get(model), limits.get(model, UNLIMITED), weights.get(model)) for model in named)
-
-
-def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
-    def vector(amounts: object) -> tuple[int, int, int]:
-        gpus, cpus, memory = (getattr(amounts, f) for f in ("gpus_milli", "cpus_milli", "memory_mib"))
-        return (
-            UNLIMITED if gpus is None else gpus, UNLIMITED if cpus is None else cpus, UNLIMITED if memory is None else memory * _MIB,
-        )  # fmt: skip
-
-    weight = spec.over_quota_weight
-    return QueueSpec(
-        spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
-        weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
-        reclaim_min_runtime_s=MIN_RUNTIME_S if spec.reclaim_min_runtime_s is None and not spec.parent else spec.reclaim_min_runtime_s,
-        preempt_min_runtime_s=spec.preempt_min_runtime_s, user_fairness=spec.user_fairness, models=_models_spec(spec),
-    )  # fmt: skip

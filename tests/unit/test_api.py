@@ -1277,6 +1277,31 @@ async def test_declared_queues_and_what_their_jobs_have(api: Api) -> None:
     assert [row["pending"] for row in rows.values()] == [{"jobs": n, "gpus": 2 * n} for n in (1, 0, 1, 0)]
 
 
+async def test_queues_say_what_they_should_have_and_have_used_and_by_whom(api: Api) -> None:
+    a = {"quota": {"gpus": 1}, "usage_half_life": "1h", "user_fairness": True}
+    await declare(api, {"a": a, "b": {"quota": {"models": {"H100": {"gpus": 1}}}}}, 0)
+    s = api.scheduler
+    await s.write(ev.NodeJoined(registration=registration("n1")))
+    for user in ("ann", "bob"):
+        await api("POST", "/v1/jobs", {**SPEC, "queue": "a"}, Gangline_User=user)
+    await place(s, s.state.queue[0][2], 1)
+    await s.write(ev.NodeAdministered(node="n1", action="cordon"))
+    _, body, _ = await api("GET", "/v1/queues")
+    a, b = body["queues"]
+    # Both GPUs, and 2 of 8 CPUs, for the last 2 of the 5 s that the node is up.
+    assert a["usage"] == {"gpus": pytest.approx(0.4, abs=1e-3), "cpus": pytest.approx(0.1, abs=1e-3), "memory": 0.0}
+    assert a["fair_share"] == {"gpus": 2.0, "cpus": 4.0, "memory_mib": 0, "models": {"H100": 2.0}}
+    assert a["users"] == [
+        {"user": "ann", "running": 1, "gpus": 2.0, "pending": 0, "pending_gpus": 0, "usage": a["usage"]},
+        {"user": "bob", "running": 0, "gpus": 0, "pending": 1, "pending_gpus": 2, "usage": {"gpus": 0.0, "cpus": 0.0, "memory": 0.0}},
+    ]
+    assert (b["usage"], b["users"], b["fair_share"]["models"]) == (None, [], {"H100": 0.0})
+    _, text, _ = await api("GET", "/metrics")
+    lines = text.decode().splitlines()
+    assert any(line.startswith('gangline_queue_usage{queue="a",resource="gpus"} 0.4') for line in lines)
+    assert 'gangline_queue_fair_share_gpus{queue="a"} 2.0' in lines
+
+
 async def test_a_change_says_what_it_changes_and_a_dry_run_changes_nothing(api: Api) -> None:
     await declare(api, TREE, 0)
     other = {"research": {"quota": {"gpus": 7}, "queues": TREE["research"]["queues"]}, "urgent": {"priority": 200}}

@@ -784,14 +784,24 @@ def queue_row(path: str, **fields: Any) -> dict[str, Any]:
         "id": path, "parent": path.rpartition("/")[0] or None, "leaf": True, "state": "open", "accepts": True, "starts": True, "quota": none,
         "limit": none, "over_quota_weight": {"gpus": 1.0, "cpus": 1.0, "memory": 1.0}, "priority": 100, "reclaim_min_runtime_s": None,
         "preempt_min_runtime_s": None, "usage_half_life_s": None, "user_fairness": False,
-        "allocated": {"jobs": 0, "gpus": 0, "cpus": 0, "memory_mib": 0, "models": {}}, "pending": {"jobs": 0, "gpus": 0}, **fields,
+        "allocated": {"jobs": 0, "gpus": 0, "cpus": 0, "memory_mib": 0, "models": {}}, "pending": {"jobs": 0, "gpus": 0},
+        "fair_share": None, "usage": None, "users": [], **fields,
     }  # fmt: skip
 
 
 QUEUES = {
     "queues": [
         queue_row("research", quota={"gpus": 64.0, "cpus": 12.5, "memory_mib": 2048, "models": {"H100": 32.0}}, leaf=False),
-        queue_row("research/nlp", state="hold", allocated={"jobs": 2, "gpus": 16, "cpus": 32, "memory_mib": 0, "models": {}}),
+        queue_row(
+            "research/nlp", state="hold", allocated={"jobs": 2, "gpus": 16, "cpus": 32, "memory_mib": 0, "models": {"H100": 12, "A100": 4}},
+            quota={"gpus": None, "cpus": None, "memory_mib": None, "models": {"H100": 8.0}},
+            limit={"gpus": None, "cpus": None, "memory_mib": None, "models": {"H100": 16.0}},
+            fair_share={"gpus": 21.0, "cpus": 1.0, "memory_mib": 1, "models": {"H100": 9.0}}, usage={"gpus": 0.125, "cpus": 0.0, "memory": 0.0},
+            users=[
+                {"user": "ann", "running": 2, "gpus": 16.0, "pending": 2, "pending_gpus": 4, "usage": {"gpus": 0.1, "cpus": 0.0, "memory": 0.0}},
+                {"user": "", "running": 0, "gpus": 0.0, "pending": 1, "pending_gpus": 1, "usage": None},
+            ],
+        ),
         queue_row("batch", pending={"jobs": 3, "gpus": 24}, reclaim_min_runtime_s=600.0),
     ],
     "declared": {"queues": {"research": {"quota": {"gpus": 64}, "queues": {"nlp": {"state": "hold"}}}, "batch": {}}},
@@ -847,13 +857,17 @@ def declaring(server: FakeScheduler, diff: Any = DIFF, warnings: Any = ()) -> No
 def test_queues_as_a_tree_and_as_a_file(server: FakeScheduler, run: Run, tmp_path: Path) -> None:
     server.routes["GET", "/v1/queues"] = Reply(QUEUES)
     lines = [re.split("  +", line) for line in run("queues").out.splitlines()]
-    assert lines[0] == ["QUEUE", "STATE", "QUOTA", "ALLOCATED", "LIMIT", "WEIGHT", "PRIORITY", "RUNNING", "PENDING", "PENDING GPUS"]
-    assert lines[1] == ["research", "open", "64", "0", "-", "1", "100", "0", "0", "0"]
-    assert lines[2] == ["", "nlp", "hold", "-", "16", "-", "1", "100", "2", "0", "0"]
-    assert lines[3] == ["batch", "open", "-", "0", "-", "1", "100", "0", "3", "24"]
+    assert lines[0][:7] == ["QUEUE", "STATE", "QUOTA", "ALLOCATED", "FAIR SHARE", "USAGE", "LIMIT"]
+    assert lines[0][7:] == ["WEIGHT", "PRIORITY", "RUNNING", "PENDING", "PENDING GPUS"]
+    assert lines[1] == ["research", "open", "64", "0", "-", "-", "-", "1", "100", "0", "0", "0"]
+    assert lines[2] == ["", "nlp", "hold", "-", "16", "21", "12.5%", "-", "1", "100", "2", "0", "0"]
+    assert lines[3] == ["batch", "open", "-", "0", "-", "-", "-", "1", "100", "0", "3", "24"]
+    wide = run("queues", "-o", "wide").out
+    assert "  H100 12, quota 8, limit 16, share 9; A100 4  " in wide
+    assert "  ann 16 GPUs, 2 pending, usage 10.0%; (none) 0 GPUs, 1 pending  " in wide
     assert run("queues", "-q").out.split() == ["research", "research/nlp", "batch"]
     wide = run("queues", "-o", "wide").out.splitlines()
-    assert "quota 32 H100" in wide[1]
+    assert "  H100 quota 32  " in wide[1]
     assert "10m" in wide[3]
     assert json.loads(run("queues", "--json").out) == {"queues": QUEUES["queues"]}
     (tmp_path / "same.yaml").write_text(run("queues", "--file").out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,8 @@ from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.requests import GPU, UNLIMITED
+from gangline.core.policy.schedule import schedule
+from gangline.core.policy.shares import queues_with_shares
 
 HOUR_MS = 3_600_000
 
@@ -433,6 +436,40 @@ def test_the_weights_of_a_model_divide_what_is_over() -> None:
         c.run(job)
     c.now += 100_000
     assert not any(isinstance(e, ev.GangPreempting) for e in c.cycle()), "nobody is above its share of the model"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_shares_that_are_shown_are_those_of_the_passes(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def some() -> Amounts:
+        return Amounts(gpus_milli=rng.choice([None, 0, 4_000, 9_000]), models=rng.choice([{}, {"H100": 4_000}, {"A100": 3_000}]))
+
+    paths = ["a", "a/x", "a/y", "b", "c"]
+    half_lives, priorities = [None, 60.0], [100, 200]
+    c = mixed(
+        *(QueueSpec(p, quota=some(), limit=some(), usage_half_life_s=rng.choice(half_lives), priority=rng.choice(priorities)) for p in paths)
+    )
+    for n in range(30):
+        models = rng.choice([(), ("H100",), ("A100",)])
+        c.ask(f"j{n}", rng.choice(["a/x", "a/y", "b", "c"]), gpus=rng.choice([0, 1, 4, 7]), ranks=rng.choice([1, 2]), models=models)
+        if n % 7 == 6:
+            c.cycle()
+            for job in c.placed():
+                if c.job(job).state == "placed":
+                    c.run(job)
+            c.now += 30_000
+    c.cycle()
+    mirror = c.state.scratch.mirror
+    assert isinstance(mirror, Mirror)
+    c.state.scratch.queue_dirty = True
+    schedule(c.state, c.now)
+    shown = queues_with_shares(c.state, c.now)
+    assert list(shown) == [*paths, "default"]
+    for path, queue in mirror.world.queues.items():
+        assert (shown[path].allocated, shown[path].fair_share) == (queue.allocated, queue.fair_share)
+        for model, account in queue.models.items():
+            assert shown[path].models[model].fair_share == account.fair_share
 
 
 def test_models_cost_nothing_where_no_queue_names_one() -> None:

@@ -43,9 +43,33 @@ def _memory(field: str) -> Column:
     return (f"{field.upper()} MEMORY", shown)
 
 
+def _part(value: float | None) -> str:
+    """Return a part of a whole as a percentage."""
+    return "-" if value is None else f"{value * 100:.1f}%"
+
+
+def _usage(row: Row) -> str:
+    return _part((row.get("usage") or {}).get("gpus"))
+
+
 def _models(row: Row) -> str:
-    parts = [f"{word} {number(each)} {model}" for word in ("quota", "limit") for model, each in (row.get(word) or {}).get("models", {}).items()]
-    return ", ".join(parts) or "-"
+    """Return by GPU model what is held, and what there is to say of it."""
+    words = (("allocated", ""), ("quota", "quota "), ("limit", "limit "), ("fair_share", "share "))
+    by_model: dict[str, list[str]] = {}
+    for field, word in words:
+        for model, value in ((row.get(field) or {}).get("models") or {}).items():
+            by_model.setdefault(cell(model), []).append(f"{word}{number(value)}")
+    return "; ".join(f"{model} {', '.join(parts)}" for model, parts in by_model.items()) or "-"
+
+
+def _users(row: Row) -> str:
+    """Return who holds and waits for what, where users take turns."""
+    found = []
+    for user in row.get("users") or ():
+        usage = (user.get("usage") or {}).get("gpus")
+        past = "" if usage is None else f", usage {_part(usage)}"
+        found.append(f"{cell(user['user'] or '(none)')} {number(user['gpus'])} GPUs, {number(user['pending'])} pending{past}")
+    return "; ".join(found) or "-"
 
 
 def _time(field: str) -> Column:
@@ -61,6 +85,8 @@ QUEUES: tuple[Column, ...] = (
     ("STATE", _state),
     ("QUOTA", lambda row: number(row["quota"].get("gpus"))),
     ("ALLOCATED", lambda row: number(row["allocated"].get("gpus"))),
+    ("FAIR SHARE", lambda row: number((row.get("fair_share") or {}).get("gpus"))),
+    ("USAGE", _usage),
     ("LIMIT", lambda row: number(row["limit"].get("gpus"))),
     ("WEIGHT", lambda row: number(row["over_quota_weight"].get("gpus"))),
     ("PRIORITY", lambda row: cell(row.get("priority"))),
@@ -76,6 +102,7 @@ QUEUES_WIDE: tuple[Column, ...] = (
     _memory("allocated"),
     _memory("limit"),
     ("MODELS", _models),
+    ("USERS", _users),
     _time("reclaim_min_runtime"),
     _time("preempt_min_runtime"),
     _time("usage_half_life"),
@@ -89,7 +116,7 @@ QUEUES_WIDE: tuple[Column, ...] = (
 @output_options
 @click.pass_context
 def queues(ctx: click.Context, as_file: bool, out: Output) -> None:
-    """List queues as a tree. QUOTA, ALLOCATED and LIMIT are GPUs, `-` is unlimited; -o wide adds the rest."""
+    """List queues as a tree. QUOTA, ALLOCATED, FAIR SHARE and LIMIT are GPUs, `-` is unlimited; -o wide adds GPU models, users and the rest."""
     found = client_of(ctx).queues()
     if as_file:
         from gangline.core.model.clusterfile import words_to_yaml
