@@ -164,7 +164,7 @@ def _users(state: State, now_ms: int) -> dict[str, dict[str, UserRow]]:
             row.gpus += in_gpus(sum(charged_milli(r.gpus, r.share) for part in job.parts.values() for r in part.ranks.values()))
         else:
             row.pending += 1
-            row.pending_gpus += asked(job.spec).gpus
+            row.pending_gpus = in_gpus(round(row.pending_gpus * GPU) + asked(job.spec).gpus_milli)
     return found
 
 
