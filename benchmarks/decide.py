@@ -88,10 +88,10 @@ class Cluster:
         self.cycle()
 
     def end(self, jobs: Iterable[str]) -> None:
-        """End placed jobs; their nodes are free at once."""
+        """End placed jobs; their nodes are free at once. Nothing is learned of how long they run, so no room is kept for those that wait."""
         for job in jobs:
             nodes = self.state.jobs[job].nodes()
-            self.fold([ev.GangFinished(job=job, outcome="succeeded", cause="completed", message="")])
+            self.fold([ev.GangFinished(job=job, outcome="cancelled", cause="stopped", message="")])
             self.fold([ev.PartReleased(job=job, node=node) for node in nodes])
 
 

@@ -246,6 +246,11 @@ CODES: dict[str, tuple[str, str, str]] = {
     ),
     "not_enough_cpus": ("too few CPUs are free", "The gang needs more CPUs than are free.", "Ask for fewer by resources.cpus."),
     "not_enough_memory": ("too little memory is free", "The gang needs more memory than is free.", "Ask for less by resources.memory."),
+    "reserved_for": (
+        "the room is kept for others",
+        "It would fit now, but a gang before it, or a reservation, needs the room later, and it might not have ended by then.",
+        "Give it a time_limit that ends before the time in the message, or wait; `gangline why` of the other job says what it waits for.",
+    ),
     "ranks_may_run": (
         "its ranks may still run",
         "A node that ran it cannot be reached, and the job says on_disconnect: keep: a second copy must not run.",

@@ -180,6 +180,26 @@ class GangsDeferred(LogEvent, frozen=True, kw_only=True, gc=False):
     have: dict[str, int] = {}
 
 
+class ReservedPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What of a reservation is on one node: whole devices, CPU and memory."""
+
+    node: str
+    gpus: int
+    cpus_milli: int
+    memory_mib: int
+
+
+@_event("gang_reserved")
+class GangReserved(LogEvent, frozen=True, kw_only=True, gc=False):
+    """*Decision*: this waiting gang is expected to start then and there, so the room is kept for it. Without parts: no longer."""
+
+    job: str
+    #: log time, 0 when nobody knows when what it waits for ends
+    start_ms: int = 0
+    parts: tuple[ReservedPart, ...] = ()
+    message: str = ""
+
+
 @_event("gang_released")
 class GangReleased(LogEvent, frozen=True, kw_only=True, gc=False):
     """*Decision*: every node has prepared; all ranks start now and meet at this address."""

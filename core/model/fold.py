@@ -28,8 +28,9 @@ from gangline.core.model.foldsteps import queue_key as queue_key
 from gangline.core.model.foldsteps import touch as _touch
 from gangline.core.model.gpushares import GPU, GpuUse, charged_milli, uses_of
 from gangline.core.model.queues import Declaration, QueueTree
+from gangline.core.model.runtimes import learn
 from gangline.core.model.spec import Resources
-from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, Resize, State
+from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, Reserved, Resize, State
 from gangline.core.model.topologies import check as check_topologies
 
 #: a generation that ran so long is healthy: failures after it are not "in a row" with those before (RELIABILITY row 43)
@@ -165,6 +166,7 @@ def _gang_placed(state: State, e: ev.GangPlaced, index: int, epoch: int, at_ms: 
     job.deferral, job.notice = None, None
     job.beneficiary, job.saved_at_ms = "", 0
     state.earmarks.pop(job.id, None)
+    _drop_reservation(state, job)
     if job.restart is not None:
         new_nodes = tuple(n for n in job.parts if n not in job.previous_nodes)
         job.restart = msgspec.structs.replace(job.restart, new_nodes=new_nodes, new_world_size=job.world_size)
@@ -277,6 +279,28 @@ def _gangs_deferred(state: State, e: ev.GangsDeferred, index: int, epoch: int, a
     for job in jobs:
         job.deferral = deferral
         job.index = index
+
+
+def _gang_reserved(state: State, e: ev.GangReserved, index: int, epoch: int, at_ms: int) -> None:
+    job = _live_job(state, e, e.job)
+    if job.state != "queued":
+        raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    if unknown := [p.node for p in e.parts if p.node not in state.nodes]:
+        raise IllegalTransition(e, f"no node {', '.join(unknown)}")
+    if not e.parts:
+        job.reserved = None
+        state.reserved.pop(job.id, None)
+    else:
+        job.reserved = Reserved(e.parts, e.start_ms, e.message, index)
+        job.promised_ms = job.promised_ms or e.start_ms
+        state.reserved.setdefault(job.id)
+    job.index = index
+    state.scratch.queue_dirty = True
+
+
+def _drop_reservation(state: State, job: Job) -> None:
+    job.reserved, job.promised_ms = None, 0
+    state.reserved.pop(job.id, None)
 
 
 def _gang_released(state: State, e: ev.GangReleased, index: int, epoch: int, at_ms: int) -> None:
@@ -410,11 +434,14 @@ def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_
     else:
         state.running.pop(job.id, None)
     _leave_all(state, job, index, over=True)
+    if e.outcome == "succeeded" and job.ran_ms:
+        learn(state.runtimes, job)
     job.outcome, job.cause, job.message, job.exit_code = e.outcome, e.cause, e.message, e.exit_code
     job.ended_at_ms = at_ms
     job.notice, job.deferral = None, None
     job.beneficiary, job.saved_at_ms = "", 0
     state.earmarks.pop(job.id, None)
+    _drop_reservation(state, job)
     if job.spec.name and state.names.get(job.spec.name) == job.id:
         del state.names[job.spec.name]
     _enter(state, job, "finished", index, at_ms)
@@ -904,6 +931,7 @@ _HANDLERS: dict[type[ev.LogEvent], Callable[[State, Any, int, int, int], None]] 
     ev.ElementsQueued: life.elements_queued,
     ev.GangPlaced: _gang_placed,
     ev.GangsDeferred: _gangs_deferred,
+    ev.GangReserved: _gang_reserved,
     ev.GangReleased: _gang_released,
     ev.GangRestarting: _gang_restarting,
     ev.RankRestarting: _rank_restarting,

@@ -176,6 +176,13 @@ def _gangs_deferred(e: ev.GangsDeferred) -> str:
     return _because("waits", e.message or e.code)
 
 
+def _gang_reserved(e: ev.GangReserved) -> str:
+    if not e.parts:
+        return _because("no room is kept for it any more", e.message)
+    parts = [f"{p.node} ({_count(p.gpus, 'GPU')})" if p.gpus else p.node for p in e.parts]
+    return _because(f"room is kept for it on {_names(parts)}", e.message)
+
+
 def _gang_released(e: ev.GangReleased) -> str:
     return f"every node is ready: the ranks of generation {e.generation} start and meet at {_address(e.master_addr, e.master_port)}"
 
@@ -333,6 +340,7 @@ _SENTENCES: dict[type[ev.LogEvent], Callable[[Any], str]] = {
     ev.ElementsQueued: _elements_queued,
     ev.GangPlaced: _gang_placed,
     ev.GangsDeferred: _gangs_deferred,
+    ev.GangReserved: _gang_reserved,
     ev.GangReleased: _gang_released,
     ev.GangRestarting: _gang_restarting,
     ev.RankRestarting: _rank_restarting,

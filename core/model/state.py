@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from gangline.core.model.documents import Registration, RestartNotice, StopNotice
-from gangline.core.model.events import Outcome, PlacedPart, ResizeCause
+from gangline.core.model.events import Outcome, PlacedPart, ReservedPart, ResizeCause
 from gangline.core.model.gpushares import GpuShare, GpuUse, charged_milli
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.roles import Amounts, amounts, full, leaves, placed
@@ -215,6 +215,9 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     saved_at_ms: int = 0
     #: the job that it was asked to make room for
     beneficiary: str = ""
+    reserved: Reserved | None = None
+    #: the first start that it was promised since it waits
+    promised_ms: int = 0
     #: the last job that it was evicted for, and when
     evicted_for: str = ""
     evicted_at_ms: int = 0
@@ -335,6 +338,16 @@ class Node(msgspec.Struct, omit_defaults=True, gc=False):
         return self.status == "up" and not self.cordoned and not self.draining
 
 
+class Reserved(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Where a waiting gang is expected to start, and when: others are kept off unless they end before."""
+
+    parts: tuple[ReservedPart, ...]
+    #: log time, 0 when nobody knows
+    start_ms: int = 0
+    message: str = ""
+    index: int = 0
+
+
 class Earmark(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Room is being made for a waiting job, which is served before all others until it has its place, or until this ends."""
 
@@ -371,6 +384,8 @@ class Scratch:
         self.queue_dirty = True
         #: log time of the last look at the queues
         self.looked_ms = 0
+        #: log time at which a reservation was last planned, by job (policy/reserve.py)
+        self.planned: dict[str, int] = {}
         #: jobs on which the rules failed, and how: for the shell to report
         self.faults: dict[str, str] = {}
         #: jobs for which an eviction was not made because it would break what the policy promises (policy/potential.py), and how
@@ -420,6 +435,10 @@ class State(msgspec.Struct):
     finished: dict[str, None] = {}
     #: by the job that room is made for, in the order in which that began
     earmarks: dict[str, Earmark] = {}
+    #: jobs with a reservation, in the order in which they got it
+    reserved: dict[str, None] = {}
+    #: running times of the last jobs of a kind that succeeded (core/model/runtimes.py)
+    runtimes: dict[str, tuple[int, ...]] = {}
     #: by queue of the job for whose sake it was lost: GPU time of evicted gangs since their last checkpoints
     lost_gpu_ms: dict[str, int] = {}
     #: rises when something that could help a waiting gang has changed

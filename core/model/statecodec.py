@@ -41,6 +41,8 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     queues: Declaration = Declaration()
     earmarks: dict[str, Earmark] = {}
     lost_gpu_ms: dict[str, int] = {}
+    runtimes: dict[str, tuple[int, ...]] = {}
+    reserved: list[str] = []
     usage: Usage = msgspec.field(default_factory=Usage)
 
 
@@ -51,6 +53,7 @@ def dump_state(state: State) -> bytes:
         jobs=state.jobs, nodes=state.nodes, brake=state.brake, queues=state.queues.declaration, usage=state.usage,
         submitted=state.submitted, keys=state.keys, names=state.names, finished=list(state.finished), running=list(state.running),
         capacity_version=state.capacity_version, earmarks=state.earmarks, lost_gpu_ms=state.lost_gpu_ms,
+        runtimes=state.runtimes, reserved=list(state.reserved),
     )  # fmt: skip
     data: bytes = msgpack.packb(msgspec.to_builtins(stored, builtin_types=(bytes,), str_keys=True), use_bin_type=True)
     return data
@@ -72,6 +75,7 @@ def load_state(data: bytes) -> State:
         nodes=stored.nodes, brake=stored.brake, queues=queues, usage=stored.usage, submitted=stored.submitted, keys=stored.keys,
         names=stored.names, finished=dict.fromkeys(stored.finished), running=dict.fromkeys(stored.running),
         capacity_version=stored.capacity_version, earmarks=stored.earmarks, lost_gpu_ms=stored.lost_gpu_ms,
+        runtimes=stored.runtimes, reserved=dict.fromkeys(stored.reserved),
     )  # fmt: skip
     if state.queues.half_lives_ms and not state.usage.clocks:
         account_anew(state, QueueTree(), state.at_ms)  # stored before usage was counted

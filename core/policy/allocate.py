@@ -6,6 +6,9 @@ quotas for non-preemptible work must allow the chunk (gates.py). Fair share deci
 
 Ranks may go onto what is idle or onto what is leaving. If some of a gang must wait, all of it waits together. Nothing is ever evicted.
 
+Where room is kept for a gang (reserve.py), it is free for all who come before that gang in the order, and for itself; once it has been refused,
+its room is covered for those who come after it (holds.py).
+
 Nothing becomes free in this pass, so what failed once fails for all jobs that are placed alike: each shape is tried in vain once, not per job.
 """
 
@@ -16,7 +19,7 @@ from gangline.core.policy.gates import closed
 from gangline.core.policy.order import JobOrder, waiting_order
 from gangline.core.policy.placing import Placer, wait_together
 from gangline.core.policy.queues import Queue
-from gangline.core.policy.refusals import does_not_fit
+from gangline.core.policy.refusals import Refusal, does_not_fit, reserved_for
 from gangline.core.policy.report import Notes
 from gangline.core.policy.scoring import best_place
 from gangline.core.policy.waiting import Signature
@@ -25,6 +28,8 @@ from gangline.core.policy.world import World
 
 def allocate(world: World, placer: Placer, notes: Notes) -> None:
     """Place what fits."""
+    for hold in world.holds.on():
+        world.lift(hold)
     order = waiting_order(world)
     _rule_out(world, placer, order)
     while (popped := order.pop()) is not None:
@@ -45,14 +50,31 @@ def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, 
     mark = world.checkpoint()
     if not placer.place(job, chunk, reserve_only=False):
         assert placer.refusal is not None
-        notes.refusals[job] = placer.refusal
+        notes.refusals[job] = refusal = kept_from(world, placer, job, chunk) or placer.refusal
         if signature is not None and not any(r.request.affinity or r.request.memory_mib for r in chunk):
-            order.fail(signature, placer.refusal, job.queue if job.queue.models else None)
+            order.fail(signature, refusal, job.queue if job.queue.models else None)
+        hold = world.holds.of(job)
+        if hold is not None:
+            world.cover(hold)
         return
     wait_together(world, job, mark)
     more = next_chunk(job)
     if more:
         order.push(job, charge_of(more, world.smallest_device_mib))
+
+
+def kept_from(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> Refusal | None:
+    """Return for whom the room is kept that a chunk would have otherwise; None if it would have none either."""
+    holds = world.holds.on()
+    if not holds:
+        return None
+    refusal, mark = placer.refusal, world.checkpoint()
+    for hold in holds:
+        world.lift(hold)
+    fits = placer.place(job, chunk, reserve_only=False)
+    world.rollback(mark)
+    placer.refusal = refusal
+    return reserved_for(holds) if fits else None
 
 
 def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:

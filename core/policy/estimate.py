@@ -1,9 +1,10 @@
-"""When a waiting job may start, and a running one ends: what follows from time limits, with the basis of the answer. Pure.
+"""When a waiting job may start, and a running one ends: what follows from the availability profile, with the basis of the answer. Pure.
 
-The gangs that wait before a job in its queue, and then the job, are laid over what comes free: a gang ends at its time limit, and one without a
-limit never does. Where several fit, the order is that of the queue. This is no promise: gangs end before their limits, others may be submitted
-with a higher priority, and room that is made by preemption, or taken by other queues, is not looked at. Roles are laid out one after another,
-each inside the domain that it, or else the nearest group around it, requires.
+For a gang with a reservation (reserve.py) that is its start. Else the gangs that wait before a job in its queue, and then the job, are laid
+over what comes free: a gang ends as profile.py says, and one of which nothing is known never does. Where several fit, the order is that of the
+queue. This is no promise: gangs end before their limits, others may be submitted with a higher priority, and room that is made by preemption,
+or taken by other queues, is not looked at. Roles are laid out one after another, each inside the domain that it, or else the nearest group
+around it, requires.
 
     now ──▶ place whoever fits, in order ──▶ the next end by a time limit ──▶ place whoever fits ──▶ … ──▶ the job is placed: its start
 """
@@ -22,6 +23,7 @@ from gangline.core.model.spec import JobSpec, TopologyRequest
 from gangline.core.model.state import Job, Node, State
 from gangline.core.policy.ageing import waiting_key
 from gangline.core.policy.capacity import Domain, Room, domain_of, ends_ms, gpu_of, healthy, impossible, on_one_gpu, ranks_in, takes, within
+from gangline.core.policy.profile import Profile
 
 #: ranks by leaf and node
 _Ranks = Counter[tuple[int, str]]
@@ -109,8 +111,11 @@ def start_of(state: State, job: Job, now_ms: int) -> Estimate:
     if job.deferral is not None and job.deferral.code in _NOT_BY_TIME:
         return Estimate(None, f"unknown: it waits for something other than room ({job.deferral.message})", gpus_without_limit=held)
     ahead = [other for other in _before(state, job, now_ms) if other.deferral is None or other.deferral.code not in _NOT_BY_TIME]
+    if job.reserved is not None and job.reserved.start_ms > now_ms:
+        return Estimate(job.reserved.start_ms, f"room is kept for it {job.reserved.message}; earlier when jobs end before it", len(ahead), held)
+    simulation = _Simulation(state, now_ms, [*ahead, job])
     try:
-        at_ms = _Simulation(state, now_ms, [*ahead, job]).start_of(job)
+        at_ms = simulation.start_of(job)
     except _TooLong:
         return Estimate(None, f"unknown: too much runs and waits to lay it out; {len(ahead)} jobs are before it", len(ahead), held)
     first = f"{len(ahead)} job{'' if len(ahead) == 1 else 's'} before it in its queue"
@@ -123,7 +128,8 @@ def start_of(state: State, job: Job, now_ms: int) -> Estimate:
     if at_ms <= now_ms:
         why = f" (recorded: {job.deferral.message})" if job.deferral is not None else ""
         return Estimate(at_ms, f"there is room for it now; {first}. What keeps it is something else{why}", len(ahead), held)
-    return Estimate(at_ms, f"if what runs ends at its time limit, with {first}; earlier when jobs end before it", len(ahead), held)
+    how = "at its time limit, or when jobs like it did" if simulation.profile.learned else "at its time limit"
+    return Estimate(at_ms, f"if what runs ends {how}, with {first}; earlier when jobs end before it", len(ahead), held)
 
 
 def _without_limit(state: State, now_ms: int) -> float:
@@ -150,6 +156,7 @@ class _Simulation:
 
     def __init__(self, state: State, now_ms: int, waiting: list[Job]) -> None:
         self._state, self._now_ms, self._waiting = state, now_ms, waiting
+        self.profile = Profile(state, now_ms)
         self._steps = 0
         nodes = [node for node in state.nodes.values() if node.schedulable]
         self._rooms = {node.id: _room(node) for node in nodes}
@@ -159,7 +166,7 @@ class _Simulation:
         self._ends: list[tuple[int, int, JobSpec, _Ranks]] = []
         for job_id in state.running:
             job = state.jobs[job_id]
-            at_ms = ends_ms(job, now_ms)
+            at_ms = self.profile.end(job_id)
             if at_ms is not None:
                 self._add_end(at_ms, job.spec, Counter((r.leaf, node) for node, part in job.parts.items() for r in part.ranks.values()))
 
@@ -190,8 +197,9 @@ class _Simulation:
                 continue
             if other is job:
                 return True
-            if other.spec.time_limit_s:
-                self._add_end(int(now_ms - other.ran_ms + other.spec.time_limit_s * 1000), other.spec, places)
+            lasts_ms = self.profile.lasts_ms(other, learned=True)
+            if lasts_ms is not None:
+                self._add_end(now_ms + lasts_ms, other.spec, places)
         self._waiting = left
         return False
 

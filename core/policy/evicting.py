@@ -22,27 +22,47 @@ _FAILED = Refusal("no_victims", "nobody may be evicted for it")
 
 def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer) -> None:
     """Go through the waiting jobs; each gets its next chunk if victims are found for it."""
+    for hold in world.holds.on():
+        world.lift(hold)
     order = waiting_order(world)
     while (popped := order.pop()) is not None:
         job, signature = popped
         chunk = next_chunk(job)
-        if not chunk or delayed(job) or job in notes.barred or (job.standing and not world.options.evict_for_surplus):
+        if not chunk:
             continue
-        offered = offer(job, chunk, charge_of(chunk, world.smallest_device_mib))
-        mark = world.checkpoint()
-        if offered is not None and offered[0]:
-            jobs, protected, validate = offered
-            if VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate).run(chunk):
-                wrong = rises(world, job, mark, action)
-                if wrong:
-                    world.rollback(mark)
-                    notes.withheld[job] = wrong
-                    continue
-                notes.served[job] = None
-                _note_causes(world, notes, action, job, mark)
-                continue
-        if signature is not None:
+        if _evict_for(world, placer, notes, action, offer, job, chunk):
+            continue
+        if signature is not None and not _passed_over(world, notes, job):
             order.fail(signature, _FAILED, job.queue)
+        own = world.holds.of(job)
+        if own is not None:
+            world.cover(own)
+
+
+def _passed_over(world: World, notes: Notes, job: Job) -> bool:
+    """Whether nobody is evicted for the job, whoever there is."""
+    return delayed(job) or job in notes.barred or job in notes.withheld or bool(job.standing and not world.options.evict_for_surplus)
+
+
+def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer, job: Job, chunk: list[Rank]) -> bool:
+    """Find victims for one job; True when it has its place."""
+    if _passed_over(world, notes, job):
+        return False
+    offered = offer(job, chunk, charge_of(chunk, world.smallest_device_mib))
+    if offered is None or not offered[0]:
+        return False
+    jobs, protected, validate = offered
+    mark = world.checkpoint()
+    if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate).run(chunk):
+        return False
+    wrong = rises(world, job, mark, action)
+    if wrong:
+        world.rollback(mark)
+        notes.withheld[job] = wrong
+        return False
+    notes.served[job] = None
+    _note_causes(world, notes, action, job, mark)
+    return True
 
 
 def _note_causes(world: World, notes: Notes, action: Action, job: Job, mark: int) -> None:

@@ -243,6 +243,12 @@ def waiting_order(world: World, growth: bool = False) -> JobOrder:
                 continue
             vector = charge_of(next_chunk(group[0][1], waiting), world.smallest_device_mib)
             order.push_group(queue, signature, group, vector)
+    # Those that room is kept for are looked at one by one: from their turn on it is kept (holds.py).
+    for name in world.holds.by_name:
+        job = world.jobs.get(name)
+        chunk = next_chunk(job, waiting) if job is not None else []
+        if job is not None and chunk:
+            order.push(job, charge_of(chunk, world.smallest_device_mib))
     return order
 
 

@@ -7,9 +7,11 @@ the queues or jobs that hold what is missing, where that is known.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from gangline.core.policy import migplan
 from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of
+from gangline.core.policy.holds import Hold
 from gangline.core.policy.models import closed_models, tightest
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.predicates import right_kind
@@ -37,6 +39,20 @@ class Refusal:
 def named(vector: Vector) -> dict[str, int]:
     """Return a vector with its names, without what is zero."""
     return {name: amount for name, amount in zip(RESOURCES, vector, strict=True) if amount}
+
+
+def reserved_for(holds: list[Hold]) -> Refusal:
+    """There would be room, but it is kept for others."""
+    named_holds = ", ".join(f"{h.name} ({when(h.starts_ms)})" for h in holds[:3]) + (f" and {len(holds) - 3} more" if len(holds) > 3 else "")
+    message = f"there is room, but it is kept for {named_holds}; what has a time limit and ends before may use it"
+    return Refusal("reserved_for", message, holders=tuple(h.name for h in holds))
+
+
+def when(at_ms: int | None) -> str:
+    """Return a log time for people, UTC."""
+    if not at_ms:
+        return "as soon as it has come together"
+    return f"from {datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def gang_incomplete(job: Job) -> Refusal:

@@ -1,6 +1,7 @@
 """The passes, run on the mirror of the state: what they decide, as events.
 
-    state ─▶ mirror ─▶ allocate, reclaim, preempt, grow ─▶ gang_placed, gang_preempting, gang_resizing, gangs_deferred
+    state ─▶ mirror ─▶ allocate, backfill, reclaim, preempt, grow, reserve ─▶ gang_placed, gang_preempting, gang_resizing, gang_reserved,
+                                                                              gangs_deferred
 
 A gang that has to make room gives up what it can do without (`gang_resizing`, resize.py), if that is enough. Otherwise it is asked to leave
 (`gang_preempting`), with its own grace; it is queued again when it has left, and then competes for a place in the order of the queues. What it
@@ -21,8 +22,10 @@ from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
 from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.nodes import Place
+from gangline.core.policy.profile import Profile
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.report import Action, Decisions
+from gangline.core.policy.reserve import holds_of, reserve
 from gangline.core.policy.session import run_session
 
 #: the passes that change the cluster, in order
@@ -51,11 +54,16 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
         try:
             mirror.sync(state, now_ms)
             mirror.world.first = earmarked(state, now_ms)
+            profile = Profile(state, now_ms)
+            mirror.world.holds = holds_of(state, profile)
             mirror.world.losses, mirror.world.ledger = Losses(state, now_ms), Ledger(state, now_ms)
             waiting = mirror.world.waiting_groups()
             decisions = run_session(mirror.world, PASSES, mirror.placer) if waiting else Decisions()
             state.scratch.withheld |= {job.name: why for job, why in decisions.withheld.items()}
             events = _events(state, mirror, decisions, now_ms)
+            if all(isinstance(e, ev.GangsDeferred) for e in events):
+                # Who moves now is not in the profile yet; the next session of the cycle, which moves nobody, sees all.
+                events += reserve(mirror.world, mirror.placer, decisions, profile)
             mirror.take_back()
             # What was decided becomes true before the next look; the last look finds nothing.
             state.scratch.queue_dirty = bool(events)

@@ -1,6 +1,6 @@
 """One session: the passes in order on a what-if world, and what they decided.
 
-    world ─▶ fair shares ─▶ earmarks ─▶ allocate ─▶ consolidate ─▶ reclaim ─▶ preempt ─▶ evict stale gangs ─▶ Decisions
+    world ─▶ fair shares ─▶ earmarks ─▶ allocate, backfill ─▶ consolidate ─▶ reclaim ─▶ preempt ─▶ evict stale gangs ─▶ Decisions
 
 Each pass sees what those before it have decided. Evictions that would be in vain are not made (preview.py). The world keeps the decisions
 until the caller settles it (`World.settle`) or takes them back (`World.rollback(0)`). Time is in the jobs, as seconds before the session;
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from gangline.core.policy import fairshare, refusals
 from gangline.core.policy.allocate import allocate
+from gangline.core.policy.backfill import backfill
 from gangline.core.policy.consolidate import consolidate
 from gangline.core.policy.earmarks import serve
 from gangline.core.policy.gangs import Job, RankState
@@ -60,6 +61,7 @@ def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) 
     for action in actions:
         if action == "allocate":
             allocate(world, placer, notes)
+            backfill(world, placer, notes)
             notes.allocated = world.checkpoint()
         elif action == "consolidate":
             consolidate(world, placer, notes)

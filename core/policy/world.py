@@ -8,6 +8,8 @@ A *session* decides on this world as if it were the cluster. Five changes exist,
     spare     an evicted rank stays after all
     withdraw  a reservation that was made in this session is taken back
 
+Besides, room is covered for a hold, or is uncovered (holds.py).
+
 Each is written to a journal. `checkpoint` is a position in it, `rollback` undoes everything behind a position in reverse order, and what is left
 in the journal at the end of a session is what the session decided. All amounts are whole numbers and every change is a sum, so a rollback
 restores the world exactly.
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from gangline.core.policy import models
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, put_back, waiting
+from gangline.core.policy.holds import Hold, Holds
 from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
 from gangline.core.policy.nodes import Node, NodeSpec, Place
@@ -54,6 +57,10 @@ class Options:
     no_thrash: bool = False
     #: what-if placements tried for one waiting job in one pass, at most
     simulations: int = 1000
+
+
+#: changes that concern no rank
+_OF_HOLDS = ("cover", "lift")
 
 
 class World:
@@ -98,6 +105,8 @@ class World:
         self.losses: Losses | None = None
         #: who was evicted for whom lately; None where nothing is known of it
         self.ledger: Ledger | None = None
+        #: room that is kept from some
+        self.holds = Holds([])
         #: names of jobs that are served before all others (earmarks.py)
         self.first: tuple[str, ...] = ()
         #: the jobs that wait, in groups
@@ -332,6 +341,36 @@ class World:
             rank.state = RankState.WITHDRAWN
         self._charge(rank, ZERO)
 
+    def cover(self, hold: Hold) -> None:
+        """Turn a hold on: what it wants, as far as it is there, is not free any more."""
+        if hold.on:
+            return
+        hold.short = False
+        for want in hold.wants:
+            node = self.node_by_name.get(want.node)
+            if node is None:
+                hold.short = True
+                continue
+            rank, place = self.holds.cover_of(hold, want, node)
+            if place.devices or rank.request.cpu_milli or rank.request.memory_bytes:
+                self._journal.append(("cover", rank, rank.state, place, ZERO, ()))
+                self._set_cover(rank, place, True)
+
+    def lift(self, hold: Hold) -> None:
+        """Turn a hold off."""
+        for rank, place in list(hold.covers.items()):
+            self._journal.append(("lift", rank, rank.state, place, ZERO, ()))
+            self._set_cover(rank, place, False)
+
+    def _set_cover(self, rank: Rank, place: Place, on: bool) -> None:
+        covers = self.holds.by_name[rank.job.name].covers
+        if on:
+            covers[rank] = place
+        else:
+            del covers[rank]
+        place.node.take(rank.request, place, 0, -1 if on else 1)
+        self.stir(place.node)
+
     def give_up(self, rank: Rank) -> None:
         """Evict a rank that works, or withdraw its reservation, if it has one."""
         if rank.reservation is not None:
@@ -405,6 +444,10 @@ class World:
         """Undo everything since the checkpoint, the last change first."""
         while len(self._journal) > checkpoint:
             what, rank, state, place, charged, alike = self._journal.pop()
+            if what in _OF_HOLDS:
+                assert place is not None
+                self._set_cover(rank, place, what == "lift")
+                continue
             if alike:
                 self._undo_alike(alike, what == "reserve alike")
                 continue
@@ -447,12 +490,15 @@ class World:
 
     def changes(self, checkpoint: int = 0) -> list[Rank]:
         """Return the ranks that were changed since the checkpoint, each once, in order of their first change."""
-        return list(dict.fromkeys(rank for entry in self._journal[checkpoint:] for rank in entry[5] or (entry[1],)))
+        some = (entry for entry in self._journal[checkpoint:] if entry[0] not in _OF_HOLDS)
+        return list(dict.fromkeys(rank for entry in some for rank in entry[5] or (entry[1],)))
 
     def charged_before(self, checkpoint: int) -> dict[Rank, tuple[Vector, str]]:
         """Return what was charged at the checkpoint for the ranks that were changed since then, and for which GPU model if queues name it."""
         out: dict[Rank, tuple[Vector, str]] = {}
-        for _, first, _, place, charged, alike in self._journal[checkpoint:]:
+        for what, first, _, place, charged, alike in self._journal[checkpoint:]:
+            if what in _OF_HOLDS:
+                continue
             model = place.node.model if place is not None and charged[0] else ""
             for rank in alike or (first,):
                 out.setdefault(rank, (charged, model if model in rank.job.queue.models else ""))

@@ -168,6 +168,9 @@ def _proposals_for(state: State, job: Job, rng: random.Random) -> Iterator[ev.Lo
             yield ev.GangFinished(job=j, outcome=rng.choice(["succeeded", "failed", "cancelled"]), cause="completed", message="m")
         return
     if job.state in ("queued", "restarting"):
+        if rng.random() < 0.3:
+            parts = tuple(ev.ReservedPart(n, 1, 100, 0) for n in sorted(state.nodes)[: rng.randrange(3)])
+            yield ev.GangReserved(job=j, start_ms=rng.choice([0, state.at_ms + 5_000]), parts=parts, message="m")
         placed = placement(state, job, rng)
         yield placed or ev.GangsDeferred(jobs=(j,), code="gpus", message="too few devices", need={"gpus": 4}, have={"gpus": 0})
         return

@@ -59,6 +59,13 @@ EXAMPLES: list[tuple[ev.LogEvent, str]] = [
         "restarting rank 3 alone: rank 3 exited with 1",
     ),
     (
+        ev.GangReserved(
+            job="j1", start_ms=9, parts=(ev.ReservedPart("n1", 8, 0, 0), ev.ReservedPart("n2", 0, 1000, 0)), message="until j2 has ended"
+        ),
+        "room is kept for it on n1 (8 GPUs) and n2: until j2 has ended",
+    ),
+    (ev.GangReserved(job="j1", message="others are before it"), "no room is kept for it any more: others are before it"),
+    (
         ev.GangPreempting(job="j1", generation=1, cause="drain", message="node n1 is drained", deadline_ms=9, grace_s=30.0),
         "asked to checkpoint and leave within 30 s: node n1 is drained",
     ),
