@@ -50,7 +50,7 @@ def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, 
     mark = world.checkpoint()
     if not placer.place(job, chunk, reserve_only=False):
         assert placer.refusal is not None
-        notes.refusals[job] = refusal = kept_from(world, placer, job, chunk) or placer.refusal
+        notes.refusals[job] = refusal = without_holds(world, placer, job, chunk)
         if signature is not None and not any(r.request.affinity or r.request.memory_mib for r in chunk):
             order.fail(signature, refusal, job.queue if job.queue.models else None)
         hold = world.holds.of(job)
@@ -63,18 +63,17 @@ def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, 
         order.push(job, charge_of(more, world.smallest_device_mib))
 
 
-def kept_from(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> Refusal | None:
-    """Return for whom the room is kept that a chunk would have otherwise; None if it would have none either."""
-    holds = world.holds.on()
+def without_holds(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> Refusal:
+    """Return why a chunk that was refused has no place: for whom the room is kept, or what is short although nothing were kept."""
+    holds, refusal, mark = world.holds.on(), placer.refusal, world.checkpoint()
+    assert refusal is not None, f"{job.name} was not refused"
     if not holds:
-        return None
-    refusal, mark = placer.refusal, world.checkpoint()
+        return refusal
     for hold in holds:
         world.lift(hold)
     fits = placer.place(job, chunk, reserve_only=False)
     world.rollback(mark)
-    placer.refusal = refusal
-    return reserved_for(holds) if fits else None
+    return reserved_for(holds) if fits else placer.refusal or refusal
 
 
 def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:

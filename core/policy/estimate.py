@@ -112,7 +112,8 @@ def start_of(state: State, job: Job, now_ms: int) -> Estimate:
         return Estimate(None, f"unknown: it waits for something other than room ({job.deferral.message})", gpus_without_limit=held)
     ahead = [other for other in _before(state, job, now_ms) if other.deferral is None or other.deferral.code not in _NOT_BY_TIME]
     if job.reserved is not None and job.reserved.start_ms > now_ms:
-        return Estimate(job.reserved.start_ms, f"room is kept for it {job.reserved.message}; earlier when jobs end before it", len(ahead), held)
+        basis = f"room is kept for it {job.reserved.message}, by time limits, notices and what jobs like them took"
+        return Estimate(job.reserved.start_ms, basis, len(ahead), held)
     simulation = _Simulation(state, now_ms, [*ahead, job])
     try:
         at_ms = simulation.start_of(job)

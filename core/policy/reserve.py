@@ -98,7 +98,7 @@ def reserve(world: World, placer: Placer, decisions: Decisions, profile: Profile
     planned = {name: at_ms for name, at_ms in state.scratch.planned.items() if name in names}
     state.scratch.planned = planned
     broken = {job: None for job in wanted if not _holds_still(world, state, job, now_ms)}
-    due = [job for job in wanted if _is_due(state.jobs[job.name], planned.get(job.name), job in broken, profile)]
+    due = [job for job in wanted if _is_due(state.jobs[job.name], planned.get(job.name), job in broken, now_ms)]
     if not due:
         return out
     found = _Plan(world, placer, profile).of(wanted)
@@ -113,12 +113,11 @@ def reserve(world: World, placer: Placer, decisions: Decisions, profile: Profile
     return out
 
 
-def _is_due(job: StateJob, planned_ms: int | None, broken: bool, profile: Profile) -> bool:
+def _is_due(job: StateJob, planned_ms: int | None, broken: bool, now_ms: int) -> bool:
     """Whether to plan for a job: at once when it is new, soon when its reservation is broken, else from time to time."""
-    if planned_ms is not None:
-        wait_ms = BROKEN_MS if broken and job.reserved is not None else AGAIN_MS
-        return profile.now_ms - planned_ms >= wait_ms
-    return job.reserved is not None or _is_patient_no_more(job, profile.now_ms) or any(profile.end(j) is not None for j in profile.state.running)
+    if planned_ms is None:
+        return True
+    return now_ms - planned_ms >= (BROKEN_MS if broken and job.reserved is not None else AGAIN_MS)
 
 
 def _first_blocked(decisions: Decisions) -> list[Job]:
@@ -179,6 +178,8 @@ class _Plan:
         self.ends = [(end, job) for end, job in self.profile.in_order() if self.profile.state.jobs[job].state != "preempting"][:_ENDS]
         known = next((at for at, (end, _) in enumerate(self.ends) if end is None), len(self.ends))
         found: dict[Job, ev.GangReserved] = {}
+        if not known and not any(_is_patient_no_more(self.profile.state.jobs[job.name], self.profile.now_ms) for job in jobs):
+            jobs = []
         open_ones = [job for job in self.profile.state.reserved if _is_open(self.profile.state.jobs[job])]
         for job in jobs:
             waited = _is_patient_no_more(self.profile.state.jobs[job.name], self.profile.now_ms)

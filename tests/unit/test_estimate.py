@@ -99,6 +99,7 @@ def test_never_and_for_other_reasons_and_too_much(monkeypatch: pytest.MonkeyPatc
     assert c.start("huge").basis.startswith("never on the nodes that are up: needs room for 9 ranks")
     c.submit("a", 8, limit_s=60)
     c.submit("b", 8)
+    c.state.jobs["b"].reserved = None
     monkeypatch.setattr(estimate, "MAX_STEPS", 2)
     assert "too much" in c.start("b").basis
 

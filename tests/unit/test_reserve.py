@@ -71,6 +71,7 @@ def test_who_comes_before_the_gang_in_the_order_is_not_kept_from_anything() -> N
     c.submit("important", ranks=4, priority=60, time_limit_s=2 * HOUR)
     c.at(1)
     assert c.job("important").state == "placed"
+    c.at(16)
     assert reserved(c, "big").start_ms == c.now + 7_200_000
 
 
@@ -141,7 +142,7 @@ def test_a_reservation_is_given_up_when_the_job_ends_or_cannot_start() -> None:
     assert c.state.reserved == {}
     c = blocked()
     c.add(ev.NodeAdministered(node="n2", action="cordon"))
-    given_up = of(c.at(1), ev.GangReserved)
+    given_up = of(c.at(10), ev.GangReserved)
     assert [(e.job, e.parts) for e in given_up if isinstance(e, ev.GangReserved)] == [("big", ())]
 
 
