@@ -13,7 +13,6 @@ from gangline.core.policy.holds import Hold
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.order import waiting_order
 from gangline.core.policy.placing import Placer
-from gangline.core.policy.report import Notes
 from gangline.core.policy.waiting import placed_alike
 from gangline.core.policy.world import World
 
@@ -22,7 +21,7 @@ _LOOKED_AT = 1_000
 _TRIED = 50
 
 
-def backfill(world: World, placer: Placer, notes: Notes) -> None:
+def backfill(world: World, placer: Placer) -> None:
     """Place what ends before those start that the room is kept for."""
     holds = [hold for hold in world.holds.on() if any(_idle(place) for place in hold.covers.values())]
     if not holds:
@@ -41,7 +40,6 @@ def backfill(world: World, placer: Placer, notes: Notes) -> None:
         if not _place(world, placer, job, chunk, lifted):
             failed[key] = None
             continue
-        notes.backfilled[job] = None
         more = next_chunk(job)
         if more:
             order.push(job, charge_of(more, world.smallest_device_mib))

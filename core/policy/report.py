@@ -67,8 +67,6 @@ class Notes:
         self.barred = barred or {}
         self.refusals: dict[Job, Refusal] = {}
         self.withheld: dict[Job, str] = {}
-        #: jobs that were placed after they had been refused
-        self.backfilled: dict[Job, None] = {}
         #: where in the world's journal the allocation ended
         self.allocated = 0
         self.skipped: list[tuple[list[Job], Refusal]] = []

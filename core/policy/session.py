@@ -61,7 +61,7 @@ def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) 
     for action in actions:
         if action == "allocate":
             allocate(world, placer, notes)
-            backfill(world, placer, notes)
+            backfill(world, placer)
             notes.allocated = world.checkpoint()
         elif action == "consolidate":
             consolidate(world, placer, notes)
@@ -70,6 +70,7 @@ def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) 
         elif action == "preempt":
             preempt(world, placer, notes)
         elif action == "grow":
+            world.cover_for_those_who_wait()
             grow(world, placer, notes)
         else:
             evict_stale_gangs(world, notes)

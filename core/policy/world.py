@@ -356,6 +356,13 @@ class World:
                 self._journal.append(("cover", rank, rank.state, place, ZERO, ()))
                 self._set_cover(rank, place, True)
 
+    def cover_for_those_who_wait(self) -> None:
+        """Turn on the holds of all jobs that have no place yet."""
+        for name, hold in self.holds.by_name.items():
+            job = self.jobs.get(name)
+            if job is None or not job.active:
+                self.cover(hold)
+
     def lift(self, hold: Hold) -> None:
         """Turn a hold off."""
         for rank, place in list(hold.covers.items()):

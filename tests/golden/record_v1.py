@@ -210,6 +210,16 @@ def record() -> list[bytes]:
         r.frame(ev.GangFinished(job=job, outcome="cancelled", cause="stopped", message="stopped by ada"))
     r.frame(ev.PartReleased(job="half", node="n4"), ev.PartReleased(job="mig", node="n4"))
     _resize(r)
+    # Room that is kept for a waiting gang.
+    r.frame(ev.JobSubmitted(job="waits", spec=JobSpec(command=("true",), gang=Gang(ranks=2, min_ranks=2), resources=Resources(gpus=3))))
+    kept = (ev.ReservedPart("n1", 3, 1_000, 0), ev.ReservedPart("n3", 3, 1_000, 0))
+    r.frame(ev.GangReserved(job="waits", start_ms=r.at_ms + 600_000, parts=kept, message="until wide has ended"))
+    r.frame(
+        ev.GangPreempting(
+            job="memory", generation=1, cause="preempted", message="makes room for waits", deadline_ms=r.at_ms + 30_000, grace_s=30.0,
+            beneficiary="waits",
+        )
+    )  # fmt: skip
     return r.frames
 
 
