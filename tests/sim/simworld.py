@@ -27,6 +27,7 @@ from gangline.core.model.codec import decode_frame
 from gangline.core.model.fold import apply_frame
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.gpushares import GpuUse, uses_of
+from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import Condition, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import Job, Node, State
 from gangline.core.model.statecodec import dump_state, state_digest
@@ -39,12 +40,16 @@ from gangline.core.store.recover import recover
 from gangline.core.store.watching import Timing
 from gangline.core.telemetry import Telemetry, setup, structured_logging
 from gangline.leader import snapshotter
-from gangline.leader.commands import Accepted, Administer, Command, Hold, Refused, Release, SetBrake, Stop, Submit
+from gangline.leader.commands import Accepted, Administer, Command, DeclareQueues, Hold, Refused, Release, SetBrake, Stop, Submit
 from gangline.leader.scheduler import Scheduler
 from gangline.leader.service import NotLeader, Unavailable
 
 KEYS = Keys("test")
 GPUS = 4
+#: queues that jobs go to where some are declared
+LEAVES = ("default", "team/a", "team/b")
+#: GPUs of the largest job, MIG instances counted by their slices
+LARGEST = 8 * 2 * 7
 LEADER_TTL_S = 3.0
 #: quiet must come within this simulated time after the last fault: restarts' backoff, a prepare timeout and its avoidance, three in a row
 SETTLES_S = 900.0
@@ -70,11 +75,14 @@ class Scenario(msgspec.Struct, frozen=True):
     stale: float = 0.02
     #: share of submissions that are arrays, wait for others, are held, or have a begin or a deadline
     conditional: float = 0.0
+    #: jobs are in declared queues and of several users; now and then the queues are declared anew, with other amounts
+    queues: bool = False
 
 
 class World:
     def __init__(self, seed: int, scenario: Scenario, folder: Path, telemetry: Telemetry) -> None:
         self.rng = random.Random(seed)
+        self.queue_rng = random.Random(f"{seed}-queues")
         self.scenario = scenario
         self.folder = folder
         self.telemetry = telemetry
@@ -154,9 +162,15 @@ class World:
         await asyncio.sleep(rng.random() * self.scenario.duration_s * 0.8)
         key, tries = f"key-{number}", 0
         spec = self.conditional(self.spec()) if rng.random() < self.scenario.conditional else self.spec()
+        user = ""
+        if self.scenario.queues:
+            spec = msgspec.structs.replace(spec, queue=self.queue_rng.choice(LEAVES))
+            # Only the first has no bounds on what cannot be preempted.
+            spec = msgspec.structs.replace(spec, preemptible=spec.preemptible or spec.queue != LEAVES[0])
+            user = self.queue_rng.choice(("ann", "bob"))
         while True:
             tries += 1
-            command = Submit(f"j{number}-{tries}", spec, idempotency_key=key, body_digest=str(number))
+            command = Submit(f"j{number}-{tries}", spec, user, idempotency_key=key, body_digest=str(number))
             asking = asyncio.create_task(self.ask(command))
             done, _ = await asyncio.wait([asking], timeout=rng.choice((0.01, 0.5, 20.0)))
             if done:
@@ -195,6 +209,41 @@ class World:
             resources=devices,
             time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),
             on_disconnect=rng.choice(("stop", "stop", "stop", "keep")),
+        )  # fmt: skip
+
+    async def declare(self) -> None:
+        """Declare queues, and others with the same names later."""
+        while True:
+            leader = self.leader()
+            if leader is None:
+                await asyncio.sleep(1.0)
+                continue
+            queues = self.tree()
+            if await self.ask(DeclareQueues(queues, leader.state.queues.index, by="operator")) is not None:
+                self.say(f"declared {queues}")
+            await asyncio.sleep(self.queue_rng.choice((1.0, 20.0, 60.0)))
+
+    def tree(self) -> tuple[QueueSpec, ...]:
+        rng = self.queue_rng
+
+        def amounts(least: int) -> Amounts:
+            """Of nothing, or of at least so many GPUs: no job is larger."""
+            most = GPUS * self.scenario.nodes + least
+            models = {"H100": rng.randint(least, most) * 1000} if rng.random() < 0.5 else {}
+            return Amounts(rng.choice((None, rng.randint(least, most) * 1000)), models=models)
+
+        def queue(path: str, **more: Any) -> QueueSpec:
+            return QueueSpec(
+                path, over_quota_weight=Weights(rng.choice((1.0, 2.0)), models={"H100": 3.0} if rng.random() < 0.3 else {}),
+                priority=rng.choice((100, 100, 200)), reclaim_min_runtime_s=rng.choice((None, 0.0, 5.0)),
+                preempt_min_runtime_s=rng.choice((None, 10.0)), usage_half_life_s=rng.choice((None, 0.0, 60.0, 300.0)),
+                user_fairness=rng.random() < 0.5, **more,
+            )  # fmt: skip
+
+        top, default, a, b = ("team", *LEAVES)
+        return (
+            queue(default), queue(top, quota=amounts(0), limit=amounts(LARGEST)), queue(a, quota=amounts(0), limit=amounts(LARGEST)),
+            queue(b, quota=amounts(0)),
         )  # fmt: skip
 
     async def _hold(self, job: str, held: bool) -> None:
@@ -352,10 +401,11 @@ class World:
         for node in self.nodes.values():
             node.start_agent()
         self.clients = [asyncio.create_task(self.client(i)) for i in range(s.jobs)]
-        adversary = asyncio.create_task(self.adversary())
+        trouble = [asyncio.create_task(self.adversary()), *([asyncio.create_task(self.declare())] if s.queues else [])]
         await asyncio.sleep(s.duration_s)
-        adversary.cancel()
-        await asyncio.wait([adversary])
+        for each in trouble:
+            each.cancel()
+        await asyncio.wait(trouble)
         await self.heal()
         await self.settle()
         await asyncio.sleep(5.0)
@@ -477,6 +527,7 @@ def check_state(state: State) -> None:
         cpus = node.registration.cpus_milli - sum(h.cpus_milli for h in node.holdings.values())
         if cpus != node.free_cpus_milli:
             raise Violation(f"index {state.index}: free CPUs of {node.id} are {node.free_cpus_milli}, not {cpus}")
+    check_accounts(state)
     for job in state.jobs.values():
         held_on = [n.id for n in state.nodes.values() if job.id in n.holdings]
         if sorted(held_on) != sorted(job.held_nodes):
@@ -529,6 +580,23 @@ def check_parts(state: State, node: Node) -> list[int]:
         if sum(use.milli for use in some) > 1000:
             raise Violation(f"index {state.index}: device {gpu} of {node.id} is shared beyond the whole")
     return list(uses)
+
+
+def check_accounts(state: State) -> None:
+    """What the accounts of usage say is held is what is held on the nodes."""
+    held: dict[str, int] = {}
+    for node in state.nodes.values():
+        for job, holding in node.holdings.items():
+            queue = state.jobs[job].spec.queue
+            gpus = len(holding.gpus) * 1000 + sum(use.charged for use in holding.shares)
+            for path in [spec.path for spec in state.queues.lineage(queue)] if queue in state.queues.specs else []:
+                held[path] = held.get(path, 0) + gpus
+    for path, account in state.usage.queues.items():
+        if account.held[0] != held.get(path, 0) or min(account.used) < 0:
+            raise Violation(f"index {state.index}: queue {path} holds {held.get(path, 0)}, and its account says {account}")
+        users = state.usage.users.get(path)
+        if users is not None and sum(user.held[0] for user in users.values()) != account.held[0]:
+            raise Violation(f"index {state.index}: users of {path} hold other than it: {users}, {account}")
 
 
 def unpack_state(state: State) -> Any:

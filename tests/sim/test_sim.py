@@ -34,6 +34,12 @@ def test_arrays_dependencies_holds_and_deadlines_among_faults(seed: int, tmp_pat
     assert any("." in run.job for node in world.nodes.values() for run in node.runs), "elements of arrays have run"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_declared_queues_among_faults(seed: int, tmp_path: Path, telemetry: Telemetry) -> None:
+    world = play(seed, tmp_path, Scenario(jobs=20, queues=True), telemetry=telemetry)
+    assert sum("declared" in line for line in world.story) >= 2
+
+
 def test_the_same_seed_is_the_same_story(tmp_path: Path, telemetry: Telemetry) -> None:
     first, second = (play(7, tmp_path / name, telemetry=telemetry) for name in "ab")
     assert first.story == second.story
