@@ -323,6 +323,8 @@ def _array_reason(job: Job) -> str:
     words = {"active": "running", "to_come": "to come"}
     counts = {word: getattr(row, word) for word in ("active", "queued", "to_come", "succeeded", "failed", "cancelled")}
     text = f"of {row.total}: " + ", ".join(f"{n} {words.get(word, word)}" for word, n in counts.items() if n)
+    if job.deferral is None and job.held:
+        return f"held; {text}"
     return f"{job.deferral.message}; {text}" if job.deferral is not None else text
 
 

@@ -43,7 +43,7 @@ def gate(state: State, job: Job, now_ms: int) -> Refusal | None:
 
 
 def ends(state: State, job: Job, now_ms: int) -> ev.GangFinished | None:
-    """Return the end of a job that was stopped, that waits for something that cannot come, or that does not make its deadline."""
+    """Return the end of a job that was stopped, that waits for something that cannot come, or that waits and does not make its deadline."""
     if job.state == "finished":
         return None
     array = state.jobs.get(job.array) if job.array else None
@@ -53,13 +53,17 @@ def ends(state: State, job: Job, now_ms: int) -> ev.GangFinished | None:
             return ev.GangFinished(job=job.id, outcome="cancelled", cause="stopped", message=f"stopped{by}: {stopped.stop}")
     if job.dependency_failed:
         return ev.GangFinished(job=job.id, outcome="cancelled", cause="dependency_failed", message=job.dependency_failed)
-    if job.deadline_ms and now_ms >= _latest_ms(job):
-        limit_s = job.spec.time_limit_s
-        why = f"its deadline, {utc(job.deadline_ms)}, has passed"
-        if now_ms < job.deadline_ms:
-            why = f"with its time limit of {limit_s:g} s it could no longer end by its deadline, {utc(job.deadline_ms)}"
-        return ev.GangFinished(job=job.id, outcome="failed", cause="deadline", message=why)
-    return None
+    return None if job.active else late(job, now_ms)
+
+
+def late(job: Job, now_ms: int) -> ev.GangFinished | None:
+    """Return the end of a job that has not made its deadline, or cannot make it any more."""
+    if not job.deadline_ms or now_ms < _latest_ms(job):
+        return None
+    why = f"its deadline, {utc(job.deadline_ms)}, has passed"
+    if now_ms < job.deadline_ms:
+        why = f"with its time limit of {job.spec.time_limit_s:g} s it could no longer end by its deadline, {utc(job.deadline_ms)}"
+    return ev.GangFinished(job=job.id, outcome="failed", cause="deadline", message=why)
 
 
 def moments(job: Job) -> Iterator[int]:
@@ -72,10 +76,13 @@ def moments(job: Job) -> Iterator[int]:
 
 
 def _latest_ms(job: Job) -> int:
-    """Return from when on a deadline is missed: a gang that waits needs what is left of its time limit."""
-    if job.state != "queued" or not job.spec.time_limit_s:
+    """Return from when on a deadline is missed: a gang that waits needs what is left of its time limit, and an array that of one element."""
+    if job.active:
         return job.deadline_ms
-    return job.deadline_ms - max(0, int(job.spec.time_limit_s * 1000) - job.ran_ms) + 1
+    needed_ms = max(0, int(job.spec.time_limit_s * 1000) - job.ran_ms) if job.spec.time_limit_s else 0
+    if job.begin_at_ms + needed_ms > job.deadline_ms:
+        return 0  # it may not even begin in time
+    return job.deadline_ms - needed_ms + (1 if needed_ms else 0)
 
 
 # ---------------------------------------------------------------- arrays
@@ -111,9 +118,11 @@ def _room(array: Job, elements: Elements) -> int:
     """Return how many elements may become jobs now, beyond what is left of them."""
     spec = array.spec.array
     assert spec is not None
-    if elements.opened == size(spec) or elements.queued > WINDOW // 2:
+    # Where very many run, very many may end at once: the window grows with them.
+    window = max(WINDOW, (len(elements.live) - elements.queued) // 4)
+    if elements.opened == size(spec) or elements.queued > window // 2:
         return 0
-    room = WINDOW - elements.queued
+    room = window - elements.queued
     return min(room, spec.at_most - len(elements.live)) if spec.at_most else room
 
 

@@ -16,10 +16,10 @@ Between queues, level by level from the top, each represented by its best job; t
 The order is found anew after every job, so queues take turns. Only the path of the queue that has just been served can have changed: the others
 keep their places in the heaps.
 
-Jobs in one queue: higher priority; where users take turns, the user who has come least far (turns.py); below the gang minimum, then at it, then
-above; older; name (World.job_key). Victims are taken in the reverse of both orders, among equal priorities (of one user, where users take turns)
-by lost work where that is known (lostwork.py); for them nothing is added in rules 2, 4 and 5, and rule 5 leaves out what was already picked from
-the queue, and what would be picked next.
+Jobs in one queue: higher priority, with what waiting has added to it (ageing.py); where users take turns, the user who has come least far
+(turns.py); below the gang minimum, then at it, then above; older; name (World.job_key). Victims are taken in the reverse of both orders, among
+equal priorities (of one user, where users take turns) by lost work where that is known (lostwork.py); for them nothing is added in rules 2, 4
+and 5, and rule 5 leaves out what was already picked from the queue, and what would be picked next.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
         return _node_failure(state, job, lost, now_ms)
     # 2. A restart in place that has waited long enough.
     if job.state == "restarting":
-        return _place_again(state, job, now_ms)
+        return admission.late(job, now_ms) or _place_again(state, job, now_ms)
     # 3. A gang that was asked to leave, or to go on with another number of ranks, and has saved its work or run out of time.
     if job.state == "preempting":
         return _leave(job, now_ms)
@@ -68,6 +68,9 @@ def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     if job.spec.time_limit_s and job.running_since_ms and _ran_ms(job, now_ms) >= job.spec.time_limit_s * 1000:
         message = f"ran for its time limit of {job.spec.time_limit_s:g} s"
         return ev.GangFinished(job=job.id, outcome="failed", cause="time_limit", message=message)
+    overdue = admission.late(job, now_ms)
+    if overdue is not None:
+        return overdue
     # 6. The barrier.
     step = _barrier(state, job, now_ms)
     if step is not None:

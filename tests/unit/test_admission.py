@@ -245,6 +245,25 @@ def test_a_job_that_runs_is_stopped_at_its_deadline() -> None:
     assert (c.job("a").outcome, c.job("a").cause) == ("failed", "deadline")
 
 
+def test_who_is_done_in_time_has_made_the_deadline() -> None:
+    c = Cluster("n1")
+    c.submit("a", deadline_ms=1_050_000)
+    c.cycle()
+    c.run("a")
+    c.now = 1_050_000
+    c.end("a")
+    c.cycle()
+    assert c.job("a").outcome == "succeeded"
+
+
+def test_a_job_that_may_not_begin_in_time_is_not_waited_for() -> None:
+    c = Cluster("n1")
+    c.submit("a", begin_after_s=3600.0, deadline_ms=2_000_000)
+    c.submit("b", begin_after_s=60.0, deadline_ms=1_100_000, time_limit_s=50.0)
+    c.cycle()
+    assert (c.job("a").cause, c.job("b").cause) == ("deadline", "deadline")
+
+
 def test_the_deadline_of_an_array_ends_what_is_to_come() -> None:
     c = Cluster("n1", gpus=1)
     c.submit("a", array=parse_array("0-9%1"), deadline_after_s=10.0)
