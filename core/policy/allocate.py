@@ -19,8 +19,9 @@ from gangline.core.policy.gates import closed
 from gangline.core.policy.order import JobOrder, waiting_order
 from gangline.core.policy.placing import Placer, wait_together
 from gangline.core.policy.queues import Queue
-from gangline.core.policy.refusals import Refusal, does_not_fit, reserved_for
+from gangline.core.policy.refusals import Refusal, none_fit, reserved_for
 from gangline.core.policy.report import Notes
+from gangline.core.policy.requests import Request
 from gangline.core.policy.scoring import best_place
 from gangline.core.policy.waiting import Signature
 from gangline.core.policy.world import World
@@ -82,14 +83,18 @@ def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
     tried: dict[tuple[int, Queue | None, bool], bool] = {}
     for queue, groups in world.waiting_groups().items():
         for signature, group in groups.items():
-            if growing(group[0][1]) or order.failed(queue, signature):
+            if growing(group.first) or order.failed(queue, signature):
                 continue
-            chunk = next_chunk(group[0][1])
-            for rank in chunk:
-                only = queue if queue.models else None
-                key = (rank.request.number, only, rank.job.preemptible if only else True)
+            first = group.first
+            only = queue if queue.models else None
+            for request in group.requests():
+                key = (request.number, only, first.preemptible if only else True)
                 if key not in tried:
-                    tried[key] = not rank.request.plain or best_place(world, rank, placer.index) is not None
+                    tried[key] = not request.plain or best_place(world, _rank_of(first, request), placer.index) is not None
                 if not tried[key]:
-                    order.fail(signature, does_not_fit(world, rank, chunk, placer.index.nodes), only)
+                    order.fail(signature, none_fit(world, first, request, group.vector(world.smallest_device_mib)), only)
                     break
+
+
+def _rank_of(job: Job, request: Request) -> Rank:
+    return next(r for r in job.ranks if r.request is request)

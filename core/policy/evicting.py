@@ -60,7 +60,7 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
         world.rollback(mark)
         notes.withheld[job] = wrong
         return False
-    notes.served[job] = None
+    notes.serve(job, world.waiting.group_of(job))
     _note_causes(world, notes, action, job, mark)
     return True
 

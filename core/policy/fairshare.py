@@ -127,8 +127,8 @@ def _waiting_by_model(world: World) -> dict[tuple[Queue, str], int]:
     found: dict[tuple[Queue, str], int] = {}
     for leaf, groups in world.waiting_groups().items():
         for group in groups.values():
-            for rank in next_chunk(group[0][1]):
-                gpus = len(group) * rank.request.vector(world.smallest_device_mib)[0]
+            for rank in next_chunk(group.first):
+                gpus = len(group.entries) * rank.request.vector(world.smallest_device_mib)[0]
                 for model in world.models_of(rank.request) if gpus else ():
                     for queue in leaf.path:
                         found[queue, model] = found.get((queue, model), 0) + gpus

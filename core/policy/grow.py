@@ -68,7 +68,7 @@ class _Need:
 
 def _first_in_need(world: World, notes: Notes) -> dict[Queue, _Need]:
     found: dict[Queue, _Need] = {}
-    refused = [*notes.refusals.items(), *((jobs[0], why) for jobs, why in notes.skipped if jobs)]
+    refused = [*notes.refusals.items(), *((job, why) for jobs, why in notes.skipped if (job := next(iter(jobs), None)) is not None)]
     for job, why in refused:
         chunk = next_chunk(job) if why.code in ROOM and not job.active else []
         if not chunk:

@@ -98,6 +98,8 @@ class Mirror:
         self._now_ms = 0
         #: queued jobs that do not take part, and why
         self.barred: dict[str, Refusal] = {}
+        #: those of them that have not been told
+        self.barred_untold: dict[str, None] = {}
         #: jobs whose request names the nodes that will do: to be looked at again when the nodes change
         self._choosy: dict[str, None] = {}
         #: waiting gangs with ranks that take one of several GPU models, and those that these may have now, by leaf
@@ -289,6 +291,7 @@ class Mirror:
         for name in self._names.pop(job_id, ()):
             self.world.remove_job(name)
         self.barred.pop(job_id, None)
+        self.barred_untold.pop(job_id, None)
         self._choosy.pop(job_id, None)
         self._undecided.pop(job_id, None)
         self._growing.pop(job_id, None)
@@ -306,6 +309,7 @@ class Mirror:
                 self._add_waiting(state, job, now_ms)
             else:
                 self.barred[job.id] = barred
+                self.barred_untold[job.id] = None
         self._add_remains(state, job, where if placed else Placement((), ()))
 
     def _barred(self, state: State, job: StateJob, now_ms: int) -> Refusal | None:

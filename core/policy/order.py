@@ -35,7 +35,7 @@ from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
 from gangline.core.policy.turns import Line, Turns
-from gangline.core.policy.waiting import Group, JobKey, Signature, placed_alike
+from gangline.core.policy.waiting import Entries, Group, JobKey, Signature, Tail, placed_alike
 from gangline.core.policy.world import World
 
 QueueKey = tuple[float, ...]
@@ -80,10 +80,12 @@ class _Entry:
     #: what it asks for, or would give up; None: not worked out yet
     vector: Vector | None
     signature: Signature | None = None
-    group: Group = field(default_factory=list)
+    group: Entries = field(default_factory=list)
     at: int = 0
     #: works out the vector of a job of the group; None: the job has nothing to give
     sizes: Callable[[Job], Vector | None] | None = None
+    #: the group, if it is one of waiting jobs
+    of: Group | None = None
 
 
 class JobOrder:
@@ -100,7 +102,7 @@ class JobOrder:
         self._count = 0
         self._dead: dict[Signature | tuple[Queue, Signature], Refusal] = {}
         #: jobs that were passed over because others that are placed alike had failed, with the reason
-        self.skipped: list[tuple[list[Job], Refusal]] = []
+        self.skipped: list[tuple[Tail, Refusal]] = []
 
     def push(self, job: Job, vector: Vector, key: JobKey | None = None) -> None:
         """Add a job whose next chunk, or slice, is `vector`."""
@@ -108,9 +110,10 @@ class JobOrder:
 
     def push_group(self, queue: Queue, signature: Signature, group: Group, vector: Vector) -> None:
         """Add jobs that wait in one queue and are placed alike."""
-        self._push(queue, group[0][0], _Entry(group[0][1], vector, signature, group))
+        entries = group.entries
+        self._push(queue, entries[0][0], _Entry(entries[0][1], vector, signature, entries, of=group))
 
-    def push_sorted(self, queue: Queue, group: Group, sizes: Callable[[Job], Vector | None]) -> None:
+    def push_sorted(self, queue: Queue, group: Entries, sizes: Callable[[Job], Vector | None]) -> None:
         """Add many jobs of one queue, in their order; what each asks for is worked out when its turn comes."""
         self._push(queue, group[0][0], _Entry(group[0][1], None, None, group, 0, sizes))
 
@@ -161,7 +164,7 @@ class JobOrder:
         if entry.at + 1 < len(entry.group):
             key, job = entry.group[entry.at + 1]
             vector = None if entry.sizes else entry.vector
-            self._push(queue, key, _Entry(job, vector, entry.signature, entry.group, entry.at + 1, entry.sizes))
+            self._push(queue, key, _Entry(job, vector, entry.signature, entry.group, entry.at + 1, entry.sizes, entry.of))
 
     def _first(self, parent: Queue | None) -> Queue | None:
         heap = self._nodes.get(parent, [])
@@ -191,7 +194,8 @@ class JobOrder:
             if refusal is None:
                 return entry.vector
             line.pop()
-            self.skipped.append(([job for _, job in entry.group[entry.at :]], refusal))
+            assert entry.of is not None, f"{entry.job.name} is passed over and in no group"
+            self.skipped.append((Tail(entry.of, entry.group[entry.at][0]), refusal))
         return None
 
     def _refusal_of(self, queue: Queue, entry: _Entry) -> Refusal | None:
@@ -239,10 +243,8 @@ def waiting_order(world: World, growth: bool = False) -> JobOrder:
     order = JobOrder(world)
     for queue, groups in world.waiting_groups().items():
         for signature, group in groups.items():
-            if growing(group[0][1]) is not growth:
-                continue
-            vector = charge_of(next_chunk(group[0][1], waiting), world.smallest_device_mib)
-            order.push_group(queue, signature, group, vector)
+            if growing(group.first) is growth:
+                order.push_group(queue, signature, group, group.vector(world.smallest_device_mib))
     # Those that room is kept for are looked at one by one: from their turn on it is kept (holds.py).
     for name in world.holds.by_name:
         job = world.jobs.get(name)
@@ -282,7 +284,7 @@ def victims_in_order(world: World, jobs: list[Job], protected: dict[Job, None]) 
     keys: dict[Job, JobKey] = {}
     for queue, some in by_queue.items():
         keys |= victim_keys(some, world.job_key, world.losses)
-        lines: dict[str, Group] = {}
+        lines: dict[str, Entries] = {}
         for job in some:
             lines.setdefault(job.user if queue.user_fairness else "", []).append((keys[job], job))
         for group in lines.values():

@@ -14,7 +14,7 @@ from functools import partial
 
 from gangline.core.policy import refusals, topology
 from gangline.core.policy.even import Evenly
-from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState, waiting
+from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState, charge_of, waiting
 from gangline.core.policy.models import left_of
 from gangline.core.policy.nodeindex import NodeIndex
 from gangline.core.policy.nodes import Place
@@ -55,7 +55,7 @@ class Placer:
         tiers = [self.index]
         if self._too_many(job, chunk):
             if not reserve_only:
-                self.refusal = refusals.does_not_fit(self._world, chunk[0], chunk, self._world.nodes)
+                self.refusal = refusals.none_fit(self._world, job, chunk[0].request, charge_of(chunk, self._world.smallest_device_mib))
             return False
         if self._confined(outer, job.root, task, tiers, self._member) if outer is not None else self._member(job.root, task, tiers):
             return True

@@ -20,7 +20,7 @@ from gangline.core.policy.mirror import Mirror
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.report import Action, Decisions
-from gangline.core.policy.schedule import PASSES, plain_amounts, reasons_to_wait
+from gangline.core.policy.schedule import PASSES, plain_amounts, reserved_places
 from gangline.core.policy.session import run_session
 
 #: nodes and gangs of which a world is built in a fraction of a second
@@ -98,7 +98,8 @@ def _decide(mirror: Mirror, job: Job) -> Plan:
     if displaced:
         reserved = [(r.rank, r.place) for r in decisions.reservations if r.rank.job.name == PLANNED]
         return Plan("evicts", _parts_later(mirror, job, reserved), displaced)
-    why = next((why for names, why in reasons_to_wait(mirror, decisions) if PLANNED in names), None)
+    why = mirror.barred.get(PLANNED) or reserved_places(decisions).get(PLANNED)
+    why = why or next((why for jobs, why in decisions.refusals if any(j.name == PLANNED for j in jobs)), None)
     if why is None:
         return Plan("waits")
     return Plan("waits", reason=Refusal(why.code, why.message, plain_amounts(why.need), plain_amounts(why.have), why.holders))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from gangline.core.policy import migplan
-from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of
+from gangline.core.policy.gangs import LIVE, Job, Rank, alive, charge_of, next_chunk
 from gangline.core.policy.holds import Hold
 from gangline.core.policy.models import closed_models, tightest
 from gangline.core.policy.nodes import Node
@@ -122,6 +122,15 @@ def skew_too_large(units: int, level: str, max_skew: int, domains: int) -> Refus
     """There would be room, but not so that the numbers in the domains of a level differ by so little."""
     message = f"numbers of ranks in the {domains} domains of {level} may differ by {max_skew} at most, and room is not where that needs it"
     return Refusal("skew_too_large", message, {"units": units}, {"domains": domains})
+
+
+def none_fit(world: World, job: Job, request: Request, need: Vector) -> Refusal:
+    """No node has room for a rank of the job with this plain request, or not for all; its next chunk, unplaced, asks for `need` in all."""
+    free = world.free_later()
+    if any(free):
+        return _short(request, need, free)
+    chunk = next_chunk(job)
+    return does_not_fit(world, next(r for r in chunk if r.request is request), chunk, world.nodes)
 
 
 def does_not_fit(world: World, rank: Rank, ranks: list[Rank], nodes: list[Node]) -> Refusal:

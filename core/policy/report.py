@@ -8,6 +8,7 @@ from typing import Literal
 from gangline.core.policy.gangs import Job, Rank
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.refusals import Refusal
+from gangline.core.policy.waiting import Group, JobKey, Tail
 
 #: the passes, by name
 Action = Literal["allocate", "consolidate", "reclaim", "preempt", "evict-stale-gangs", "grow"]
@@ -50,7 +51,7 @@ class Decisions:
     placements: list[Placement] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
-    refusals: list[tuple[tuple[Job, ...], Refusal]] = field(default_factory=list)
+    refusals: list[tuple[tuple[Job, ...] | Tail, Refusal]] = field(default_factory=list)
     #: jobs for which nobody is evicted because that would break what potential.py states, and how
     withheld: dict[Job, str] = field(default_factory=dict)
 
@@ -69,7 +70,17 @@ class Notes:
         self.withheld: dict[Job, str] = {}
         #: where in the world's journal the allocation ended
         self.allocated = 0
-        self.skipped: list[tuple[list[Job], Refusal]] = []
+        self.skipped: list[tuple[Tail, Refusal]] = []
         self.causes: dict[Rank, tuple[Action, str]] = {}
         #: jobs for which others were evicted, or lost their reservations
         self.served: dict[Job, None] = {}
+
+    def serve(self, job: Job, among: tuple[Group, JobKey] | None) -> None:
+        """Note that others were evicted for a job; `among` is its place among those that wait.
+
+        Should it lose what it has got to somebody else, it waits for the reason for which it was passed over.
+        """
+        self.served[job] = None
+        for tail, why in self.skipped:
+            if among is not None and tail.group is among[0] and tail.start <= among[1]:
+                self.refusals.setdefault(job, why)

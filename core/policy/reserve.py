@@ -20,6 +20,7 @@ better has come up; it is given up when the gang is no longer among the first.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job as StateJob
@@ -123,8 +124,9 @@ def _is_due(job: StateJob, planned_ms: int | None, broken: bool, now_ms: int) ->
 def _first_blocked(decisions: Decisions) -> list[Job]:
     found: dict[Job, None] = {}
     for jobs, why in decisions.refusals:
-        if why.code in _ROOM and _is_large(jobs[0]):
-            for job in jobs[: MOST - len(found)]:
+        first = next(iter(jobs), None)
+        if first is not None and why.code in _ROOM and _is_large(first):
+            for job in islice(jobs, MOST - len(found)):
                 found[job] = None
             if len(found) >= MOST:
                 break

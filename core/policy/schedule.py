@@ -27,6 +27,7 @@ from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.report import Action, Decisions
 from gangline.core.policy.reserve import holds_of, reserve
 from gangline.core.policy.session import run_session
+from gangline.core.policy.waiting import Tail
 
 #: the passes that change the cluster, in order
 PASSES: tuple[Action, ...] = ("allocate", "reclaim", "preempt", "grow")
@@ -168,42 +169,59 @@ def _called(state: State, job_id: str) -> str:
 def _deferred(state: State, mirror: Mirror, decisions: Decisions) -> list[ev.LogEvent]:
     """A reason is written when its code changes; numbers alone that change do not make an event."""
     groups: dict[tuple[object, ...], tuple[Refusal, list[str]]] = {}
+    waiting = mirror.world.waiting
     # One that is placed may have been refused what it could have beyond its minimum.
-    told: dict[str, None] = {p.rank.job.name: None for p in decisions.placements}
-    for names, why in reasons_to_wait(mirror, decisions):
-        for name in names:
-            job = state.jobs.get(name)
-            if name in told:
-                continue  # a pass before the one that helped may have refused it, too
-            told[name] = None
-            if job is not None and job.state == "queued" and (job.deferral is None or job.deferral.code != why.code):
-                same = (why.code, why.message, tuple(why.need.items()), tuple(why.have.items()))
-                groups.setdefault(same, (why, []))[1].append(name)
+    given = {p.rank.job.name for p in decisions.placements}
+
+    def tell(name: str, why: Refusal) -> str:
+        """Return the code that was recorded last, "" when it will be another one, or may be."""
+        if name in given:
+            return ""  # the first reason counts: a pass before the one that helped may have refused it, too
+        given.add(name)
+        job = state.jobs.get(name)
+        if job is None or job.state != "queued":
+            return ""
+        if job.deferral is None or job.deferral.code != why.code:
+            same = (why.code, why.message, tuple(why.need.items()), tuple(why.have.items()))
+            groups.setdefault(same, (why, []))[1].append(name)
+            return ""
+        return job.deferral.code
+
+    for name in list(mirror.barred_untold):
+        if tell(name, mirror.barred[name]) == mirror.barred[name].code:
+            del mirror.barred_untold[name]
+    for name, why in reserved_places(decisions).items():
+        waiting.told(mirror.world.jobs[name], tell(name, why))
+    for jobs, why in decisions.refusals:
+        for job in jobs.untold(why.code) if isinstance(jobs, Tail) else jobs:
+            waiting.told(job, tell(job.name, why))
     out: list[ev.LogEvent] = []
     # In an order that does not depend on how the mirror came about: a leader that took over must write what the one before would have.
-    for why, jobs in sorted(groups.values(), key=lambda g: min(state.jobs[j].order for j in g[1])):
-        jobs.sort(key=lambda j: state.jobs[j].order)
-        for at in range(0, len(jobs), _DEFERRED_TOGETHER):
-            some = tuple(jobs[at : at + _DEFERRED_TOGETHER])
+    for why, names in sorted(groups.values(), key=lambda g: min(state.jobs[j].order for j in g[1])):
+        names.sort(key=lambda j: state.jobs[j].order)
+        for at in range(0, len(names), _DEFERRED_TOGETHER):
+            some = tuple(names[at : at + _DEFERRED_TOGETHER])
             out.append(
                 ev.GangsDeferred(jobs=some, code=why.code, message=why.message, need=plain_amounts(why.need), have=plain_amounts(why.have))
             )
     return out
 
 
-def reasons_to_wait(mirror: Mirror, decisions: Decisions) -> list[tuple[list[str], Refusal]]:
-    """Return names of waiting gangs with the reason; where one is in several, the first counts."""
-    reasons: list[tuple[list[str], Refusal]] = [([job], why) for job, why in mirror.barred.items()]
-    # An elastic gang may be placed and still have reservations, for ranks beyond its minimum; they are for those that know how to grow.
+def reserved_places(decisions: Decisions) -> dict[str, Refusal]:
+    """Return why those wait that have their places as soon as others have left them, by name.
+
+    An elastic gang may be placed and still have reservations, for ranks beyond its minimum; they are for those that know how to grow.
+    """
     placed = {p.rank.job.name for p in decisions.placements}
     nodes: dict[str, dict[str, None]] = {}
     for r in decisions.reservations:
         if not r.moved and r.rank.job.name not in placed:
             nodes.setdefault(r.rank.job.name, {})[r.place.node.name] = None
+    out: dict[str, Refusal] = {}
     for job, names in nodes.items():
         where = ", ".join(sorted(names)[:4]) + (" and others" if len(names) > 4 else "")
-        reasons.append(([job], Refusal("reserved", f"has its place on {where} as soon as what is leaving it has left")))
-    return reasons + [([j.name for j in jobs], why) for jobs, why in decisions.refusals]
+        out[job] = Refusal("reserved", f"has its place on {where} as soon as what is leaving it has left")
+    return out
 
 
 def plain_amounts(amounts: dict[str, int]) -> dict[str, int]:

@@ -25,6 +25,7 @@ from gangline.core.policy.preview import in_vain
 from gangline.core.policy.reclaim import reclaim
 from gangline.core.policy.report import ACTIONS, Action, Decisions, Eviction, Notes, Placement, Reservation
 from gangline.core.policy.stale import evict_stale_gangs
+from gangline.core.policy.waiting import Tail
 from gangline.core.policy.world import World
 
 #: how often a session is run again without the jobs for which evictions would be in vain; after that it evicts for nobody
@@ -90,7 +91,6 @@ def _decisions(world: World, notes: Notes) -> Decisions:
     placed = {r.rank.job for r in out.reservations} | {p.rank.job for p in out.placements}
     out.refusals += [((job,), why) for job, why in notes.refusals.items() if job not in placed]
     # An elastic gang that has its minimum may have been passed over for more.
-    waiting = [([job for job in jobs if job not in placed] if placed else jobs, why) for jobs, why in notes.skipped]
-    out.refusals += [(tuple(jobs), why) for jobs, why in waiting if jobs]
+    out.refusals += [(Tail(tail.group, tail.start, placed), why) for tail, why in notes.skipped]
     out.refusals += [((job,), refusals.gang_incomplete(job)) for job in world.waiting.incomplete]
     return out
