@@ -127,7 +127,7 @@ def skew_too_large(units: int, level: str, max_skew: int, domains: int) -> Refus
 def none_fit(world: World, job: Job, request: Request, need: Vector) -> Refusal:
     """No node has room for a rank of the job with this plain request, or not for all; its next chunk, unplaced, asks for `need` in all."""
     free = world.free_later()
-    if any(free):
+    if any(free) and not job.queue.models:
         return _short(request, need, free)
     chunk = next_chunk(job)
     return does_not_fit(world, next(r for r in chunk if r.request is request), chunk, world.nodes)
