@@ -324,6 +324,8 @@ class Gangs:
     def _on_status(self, ref: RankRef, status: RankStatus) -> None:
         have = self._rank(ref)
         if have is None:
+            if status.state == "exited" and status.generation <= self._retired.get(status.job, -1):
+                return  # a second hint at an end that was dealt with at the first
             have = self._take_in(status)
         if not have.live:
             return
@@ -341,6 +343,7 @@ class Gangs:
         gang = self._gangs.get(status.job) or LocalGang(status.job, status.generation)
         self._gangs[status.job] = msgspec.structs.replace(gang, ranks=(*gang.ranks, rank))
         self._log.warning("stray_rank", gang=status.job, generation=status.generation, rank=status.rank)
+        self._changed()
         return rank
 
     def _ended(self, ref: RankRef, status: RankStatus) -> None:

@@ -18,7 +18,7 @@ from gangline.core.telemetry import Log
 #: steps of training are written at most this often; everything else at once
 PROGRESS_S = 2.0
 #: while ranks of a gang are starting, those that execute are reported together this often; the last one is reported at once
-STARTS_S = 0.05
+STARTS_S = 0.2
 #: other changes within this time are written together; the first one after a quiet time is written at once, and so is what a barrier waits for
 GATHER_S = 0.02
 RETRY_S = 0.3

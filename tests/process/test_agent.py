@@ -487,6 +487,23 @@ async def test_a_pid_alone_proves_nothing(world: World, changes: dict[str, Any],
     assert rank.cause == cause, "and this test's own process has not been killed"
 
 
+async def test_a_late_hint_at_a_gang_that_is_forgotten_does_not_bring_it_back(world: World):
+    await world.submit("j", "true")
+    await world.submit("k", "true")
+    world.start_agent()
+    await world.registered()
+    await world.desire(gang(1))
+    await world.until_ranks("exited")
+    await world.desire()
+    await world.until_gone("j")
+    (world.root / "n1" / rankfile.NOTIFY).write_text("j 1 0\n")
+    await world.desire(gang(1, "k"))
+    await world.until_ranks("exited", job="k")
+    assert "stray_rank" not in world.log()
+    observed = await world.observed()
+    assert [g.job for g in observed.gangs] == ["k"]
+
+
 async def test_a_killed_supervisor_is_noticed(world: World):
     await world.submit("j", "setsid sh -c 'sleep 0.1'; sleep 60 & " + FOREVER)
     world.start_agent()
