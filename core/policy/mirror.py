@@ -526,11 +526,14 @@ class Mirror:
         return not gpus or max(self._by_size, default=0) >= 2 * unit * gpus
 
     def _allowed(self, job: StateJob, leaf: Leaf, now_ms: int, like: Sequence[str]) -> tuple[str, ...] | None:
-        if like:
-            models = tuple(sorted({_model(self._nodes[n]) for n in like})) if leaf.resources.gpus and len(self._by_model) > 1 else ()
+        res = leaf.resources
+        if like and res.wants_gpus and len(self._by_model) > 1:
+            models = res.gpu_models if res.gpu_model_mix else tuple(sorted({_model(self._nodes[n]) for n in like}))
+        elif like:
+            models = ()
         else:
             models = self._models(job, leaf)
-        if len(leaf.resources.gpu_models) > 1 and models and not like:
+        if len(res.gpu_models) > 1 and models and not like:
             self._undecided.setdefault(job.id, {})[leaf.index] = models
         avoid = {n for n, until in job.avoid.items() if until > now_ms}
         if not models and not avoid:
