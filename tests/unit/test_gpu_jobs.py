@@ -188,7 +188,7 @@ def test_rows_of_parts() -> None:
     node = node_row(c.state.nodes["n1"])
     assert (node.gpus_total, node.gpus_free) == (3, 1)
     assert node.gpus_parted == [PartedGpuRow(0, 0.43, []), PartedGpuRow(1, None, [InstanceRow(1, "3g.40gb", 4)])]
-    rows = {row.id: row for row in queue_rows(c.state)}
+    rows = {row.id: row for row in queue_rows(c.state, c.now)}
     assert (rows["default"].allocated.gpus, rows["default"].allocated.models, rows["default"].pending.gpus) == (3.56, {"H100": 3.56}, 4)
     assert rows["other"].allocated.gpus == 0.01
     why = why_row(c.state, c.job("waits"), c.now, None, [])
