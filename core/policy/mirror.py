@@ -187,7 +187,9 @@ class Mirror:
             moved.update(self._choosy)
         for job in moved:
             self._remove(job)
-        if changed and not self._change_nodes(state, changed):
+        largest = max(self._by_size, default=0)
+        # How large nodes are decides what units ask for (_could_share).
+        if changed and (not self._change_nodes(state, changed) or max(self._by_size, default=0) != largest):
             self._rebuild(state, now_ms)
             return
         for name in state.scratch.moved_nodes:

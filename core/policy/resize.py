@@ -27,8 +27,9 @@ _AFTER_A_LOSS = ("node_lost", "prepare_failed")
 def grows_from_ms(job: Job) -> int | None:
     """Return the log time from which the gang may grow, None while there is no such time.
 
-    It must have run at its present size for a while, and as long must be left of its time limit: each change costs a restart. A gang that has
-    lost a node may grow at once, in the same cycle, before anybody has been told of the smaller size.
+    It must have run at its present size for a while, and as long must be left of its time limit: each change costs a restart. While it keeps
+    away from a node that could not prepare it, it does not grow. A gang that has lost a node may grow at once, in the same cycle, before anybody
+    has been told of the smaller size.
     """
     spec = job.spec
     if not is_elastic(spec) or job.stop or job.resize is not None or job.sizes() == full(spec):
@@ -37,7 +38,7 @@ def grows_from_ms(job: Job) -> int | None:
         return job.placed_at_ms
     if job.state != "running" or any(r.exited for p in job.parts.values() for r in p.ranks.values()):
         return None
-    return job.running_since_ms + int(spec.elastic.grow_after_s * 1000)
+    return max([job.running_since_ms + int(spec.elastic.grow_after_s * 1000), *job.avoid.values()])
 
 
 def may_grow(job: Job, now_ms: int) -> bool:
