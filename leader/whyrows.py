@@ -9,11 +9,13 @@ import msgspec
 
 from gangline.core.model.documents import RestartNotice, StopNotice
 from gangline.core.model.gpushares import GPU, in_gpus
-from gangline.core.model.roles import asked
+from gangline.core.model.narrate import duration
+from gangline.core.model.roles import asked, full
 from gangline.core.model.state import Deferral, Job, State
 from gangline.core.policy.ageing import waiting_key
 from gangline.core.policy.capacity import ends_ms, impossible
 from gangline.core.policy.estimate import Estimate, end_of, start_of
+from gangline.core.policy.resize import grows_from_ms
 from gangline.leader.rows import ShownState, reason_of, shown_state
 
 #: holders that are named
@@ -204,7 +206,17 @@ def _message(job: Job, now_ms: int) -> str:
         "preparing": "is being prepared, and starts when all of its nodes are ready",
         "restarting": "starts again",
         "preempting": "was asked to leave",
-    }.get(job.state, f"runs as generation {job.generation}") + _after(job)
+    }.get(job.state, f"runs as generation {job.generation}{_size(job, now_ms)}") + _after(job)
+
+
+def _size(job: Job, now_ms: int) -> str:
+    """What may become of the size of a gang that runs and could be larger."""
+    start_ms = grows_from_ms(job)
+    if start_ms is None:
+        return ""
+    wait_s = (start_ms - now_ms) / 1000
+    when = f"in {duration(wait_s)} at the earliest" if wait_s > 0 else "as soon as there is room that nobody waits for"
+    return f" with {job.world_size} of up to {sum(full(job.spec))} ranks, and grows {when}"
 
 
 def _after(job: Job) -> str:

@@ -315,17 +315,18 @@ def _whole_gang(reading: Reading, at: str, value: dict[str, Any], found: dict[st
     return Gang(**found)
 
 
-def _check_elastic(reading: Reading, found: dict[str, Any], value: dict[str, Any]) -> None:
+def _check_elastic(reading: Reading, spec: JobSpec, value: dict[str, Any]) -> None:
     """The job as a whole: `elastic` says something of gangs of several sizes, and its step leads from the smallest to the largest."""
-    gang, elastic = found.get("gang"), found.get("elastic")
-    if elastic is None or gang is None or not value.get("elastic"):
+    if not value.get("elastic"):
         return
-    more = gang.ranks - gang.min_ranks
-    if not more:
-        reading.refuse("/elastic", "GL-1108", f"The gang has one size, {gang.ranks} ranks; give gang.min_ranks, the smallest that is of use.")
-    elif elastic.step and (more % elastic.step or elastic.step % (gang.ranks_per_node or 1)):
-        whole_nodes = f", in whole nodes of {gang.ranks_per_node}" if gang.ranks_per_node else ""
-        message = f"Steps of {elastic.step} do not lead from min_ranks {gang.min_ranks} to ranks {gang.ranks}{whole_nodes}."
+    gang, step = spec.gang, spec.elastic.step
+    if least(spec) == full(spec):
+        reading.refuse("/elastic", "GL-1108", "The job has one size; give min_ranks or min_replicas, the smallest that is of use.")
+    elif step and spec.roles:
+        reading.refuse("/elastic/step", "GL-1108", "Roles grow by their ranks_per_node, or by whole replicas; a step is for jobs without roles.")
+    elif step and ((gang.ranks - gang.min_ranks) % step or step % (gang.ranks_per_node or 1)):
+        nodes = f", in whole nodes of {gang.ranks_per_node}" if gang.ranks_per_node else ""
+        message = f"Steps of {step} do not lead from min_ranks {gang.min_ranks} to ranks {gang.ranks}{nodes}."
         reading.refuse("/elastic/step", "GL-1108", message)
 
 
@@ -401,7 +402,6 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
     elif value.get("command") is None:
         reading.refuse("", "GL-1103", "The field command is missing: a list of texts, as [python, train.py].")
     life.take_apart(reading, found)
-    _check_elastic(reading, found, value)
     if reading.problems:
         return None
     if "roles" in found:
@@ -409,7 +409,9 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
         found.setdefault("command", ())
     if "preemptible" not in found:
         found["preemptible"] = found.get("priority", 50) < PREEMPTIBLE_BELOW
-    return JobSpec(**found)
+    spec = JobSpec(**found)
+    _check_elastic(reading, spec, value)
+    return None if reading.problems else spec
 
 
 # ---------------------------------------------------------------- and back

@@ -12,7 +12,7 @@ from gangline.core.model import jobfile
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec, parse_yaml, to_json
 from gangline.core.model.jobresources import RESOURCES
 from gangline.core.model.problems import BadJob, Problem
-from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 
 DESIGN_EXAMPLE = """
 name: llama-pretrain
@@ -220,6 +220,16 @@ def test_b21_b22_gang() -> None:
     only(refused(gang={"ranks": 10**6}), "/gang/ranks", "GL-1104")
     only(refused(gang={"ranks": 4, "min_ranks": 5}), "/gang/min_ranks", "GL-1108")
     assert only(refused(gang={"ranks": 12, "ranks_per_node": 8}), "/gang/ranks", "GL-1108").nearest == "8"
+    elastic = {"ranks": 16, "min_ranks": 8, "ranks_per_node": 2}
+    assert parse_json_spec({"command": ["x"], "gang": elastic, "elastic": {"grow_after": "90s", "step": 4}}).elastic == Elastic(90.0, 4)
+    only(refused(gang=elastic, elastic={"step": 3}), "/elastic/step", "GL-1108")
+    only(refused(gang={"ranks": 16, "min_ranks": 8}, elastic={"step": 3}), "/elastic/step", "GL-1108")
+    only(refused(gang={"ranks": 16}, elastic={"grow_after": "1m"}), "/elastic", "GL-1108")
+    only(refused(elastic={"grow_after": "1m"}), "/elastic", "GL-1108")
+    role = {"name": "server", "replicas": 4, "min_replicas": 2}
+    only(refused(roles=[role], elastic={"step": 2}), "/elastic/step", "GL-1108")
+    serving = parse_json_spec({"command": ["x"], "roles": [role], "elastic": {"grow_after": "9s"}})
+    assert parse_json_spec(to_json(serving)).elastic == Elastic(9.0)
     only(refused(gang={"ranks": 0}), "/gang/ranks", "GL-1104")
 
 

@@ -12,6 +12,7 @@ from gangline.core.model.queues import Amounts, QueueSpec
 from gangline.core.model.spec import Elastic, Gang, Preemption, Role
 from gangline.core.model.statecodec import dump_state, load_state
 from gangline.core.policy.decide import attend_to_all, decide
+from gangline.leader.whyrows import why_row
 
 GROW = Elastic(grow_after_s=60.0)
 
@@ -450,6 +451,19 @@ def test_a_new_leader_goes_on_with_a_change_of_size() -> None:
     assert decide(c.state, c.now) == []
     acknowledge(c, "a")
     assert of(decide(c.state, c.now), ev.GangPlaced)
+
+
+def test_people_are_told_what_becomes_of_its_size() -> None:
+    c = half_taken()
+
+    def why() -> str:
+        return why_row(c.state, c.job("a"), c.now, None, []).message
+
+    assert why() == "runs as generation 1 with 8 of up to 16 ranks, and grows in 60 s at the earliest"
+    c.at(60)
+    assert why() == "runs as generation 1 with 8 of up to 16 ranks, and grows as soon as there is room that nobody waits for"
+    free(c)
+    assert why() == "goes on with 16 ranks instead of 8: there is room: from 8 to 16 ranks"
 
 
 # ---------------------------------------------------------------- the fold
