@@ -22,7 +22,9 @@ from gangline.core.policy.world import World
 #: label of a node that says of which model its GPUs are; no declared topology can have it as a level
 MODEL_LEVEL = "gangline/gpu-model"
 #: codes of gangs that more room would help
-ROOM = frozenset({"not_enough_gpus", "not_enough_cpus", "not_enough_memory", "fragmented", "no_domain_fits"})
+ROOM = frozenset({
+    "not_enough_gpus", "not_enough_cpus", "not_enough_memory", "not_enough_mig", "fragmented", "no_domain_fits", "no_one_model", "reserved_for",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

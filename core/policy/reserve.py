@@ -29,6 +29,7 @@ from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, next_chu
 from gangline.core.policy.holds import Hold, Holds, Want
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.profile import Profile
+from gangline.core.policy.refusals import ROOM
 from gangline.core.policy.report import Decisions
 from gangline.core.policy.world import World
 
@@ -47,10 +48,6 @@ BROKEN_MS = 5_000
 _ENDS = 2_000
 #: a job that is placed now, and ends in time by what is known, is late by so much at most
 SLACK_MS = 60_000
-#: what a reservation helps against
-_ROOM = (
-    "not_enough_gpus", "not_enough_cpus", "not_enough_memory", "not_enough_mig", "fragmented", "no_domain_fits", "no_one_model", "reserved_for",
-)  # fmt: skip
 _MIB = 1 << 20
 
 
@@ -125,7 +122,7 @@ def _first_blocked(decisions: Decisions) -> list[Job]:
     found: dict[Job, None] = {}
     for jobs, why in decisions.refusals:
         first = next(iter(jobs), None)
-        if first is not None and why.code in _ROOM and _is_large(first):
+        if first is not None and why.code in ROOM and _is_large(first):
             for job in islice(jobs, MOST - len(found)):
                 found[job] = None
             if len(found) >= MOST:

@@ -80,7 +80,8 @@ def check(c: Cluster) -> None:
             assert len({c.state.nodes[n].registration.labels["rack"] for n in job.parts}) == 1, job
     other = load_state(dump_state(c.state))
     attend_to_all(other)
-    assert decide(other, c.now) == []
+    # Reservations are planned from time to time only, and what is said of waiting may follow them.
+    assert [e for e in decide(other, c.now) if not isinstance(e, ev.GangReserved | ev.GangsDeferred)] == []
 
 
 @settings(max_examples=60, deadline=None)
