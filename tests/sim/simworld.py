@@ -28,7 +28,7 @@ from gangline.core.model.fold import apply_frame
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
-from gangline.core.model.spec import Condition, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import Condition, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, Role, TopologyRequest
 from gangline.core.model.state import Job, Node, State
 from gangline.core.model.statecodec import dump_state, state_digest
 from gangline.core.store.api import StoreError
@@ -83,6 +83,7 @@ class World:
     def __init__(self, seed: int, scenario: Scenario, folder: Path, telemetry: Telemetry) -> None:
         self.rng = random.Random(seed)
         self.queue_rng = random.Random(f"{seed}-queues")
+        self.role_rng = random.Random(f"{seed}-roles")
         self.scenario = scenario
         self.folder = folder
         self.telemetry = telemetry
@@ -201,15 +202,29 @@ class World:
         devices = self.devices()
         most = max(devices.gpus, devices.mig_count, int(devices.shares_gpu))
         fits = gang.min_ranks <= 2 * per_node if per_node else gang.min_ranks * most <= 2 * GPUS
-        near = rng.choice(("", "", "preferred", "required" if fits else "preferred"))
+        roles = self.roles() if self.role_rng.random() < 0.25 else ()
+        near = rng.choice(("", "", "preferred", "required" if fits and not roles else "preferred"))
         return JobSpec(
             ("train",), gang=gang, elastic=Elastic(rng.choice((1.0, 5.0, 20.0))),
             topology=TopologyRequest(**({near: "rack"} if near else {})), priority=rng.choice((10, 50, 150)),
             preemptible=rng.random() < 0.7, restart=restart,
-            resources=devices,
+            resources=devices, roles=roles,
             time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),
             on_disconnect=rng.choice(("stop", "stop", "stop", "keep")),
         )  # fmt: skip
+
+    def roles(self) -> tuple[Role, ...]:
+        """Two or three kinds of rank, of which some are in replicas: so few that they fit together."""
+        rng, nowhere = self.role_rng, TopologyRequest()
+
+        def role(name: str, most: int, topology: TopologyRequest = nowhere) -> Role:
+            ranks = rng.randrange(1, most + 1)
+            resources = Resources(gpus=rng.choice((0, 1)), cpus_milli=rng.choice((100, 500)))
+            return Role(name, Gang(ranks, rng.choice((ranks, 1))), resources, topology=topology)
+
+        near = TopologyRequest(**{rng.choice(("preferred", "balanced", "spread")): rng.choice(("rack", "hostname"))})
+        group = Role("g", replicas=2, min_replicas=rng.choice((0, 1, 2)), roles=(role("x", 1), role("y", 2)), topology=near)
+        return (role("a", 2, near), group) if rng.random() < 0.5 else (role("a", 2), role("b", 3, near))
 
     async def declare(self) -> None:
         """Declare queues, and others with the same names later."""

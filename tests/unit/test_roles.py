@@ -97,8 +97,8 @@ def test_leaves_are_in_the_order_of_ranks_and_replicas_have_their_own() -> None:
 def test_sizes_and_amounts() -> None:
     assert roles.full(NESTED) == (1, 1, 4, 1, 4)
     assert roles.least(NESTED) == (1, 1, 2, 0, 0)
-    assert roles.asked(NESTED) == (11, 16, 11_000, 0)
-    assert roles.amounts(NESTED, roles.least(NESTED))[:2] == (4, 6)
+    assert roles.asked(NESTED) == (11, 16_000, 11_000, 0)
+    assert roles.amounts(NESTED, roles.least(NESTED))[:2] == (4, 6_000)
     assert roles.recorded(NESTED, roles.full(NESTED)) == ()
     assert roles.placed(NESTED, (), 11) == roles.full(NESTED)
     assert roles.wrong_sizes(NESTED, (1, 0, 0, 1, 4)) == "", "which of the replicas are there does not matter"
@@ -184,7 +184,7 @@ def test_each_rank_gets_what_its_role_asks_for() -> None:
     job = c.job("rl")
     assert HELPERS.placement(c, "rl") == {"n1": [0, 1], "n2": [2, 3, 4, 5]}, "ranks without GPUs go where there are none"
     assert [[r.gpus for r in p.ranks.values()] for p in job.parts.values()] == [[(0,), (1,)], [(), (), (), ()]]
-    assert job.holds() == (6, 2, 8_000, 2_400)
+    assert job.holds() == (6, 2_000, 8_000, 2_400)
     held = [(n.holdings["rl"].cpus_milli, n.holdings["rl"].memory_mib) for n in c.state.nodes.values()]
     assert held == [(4_000, 2_000), (4_000, 400)]
     (row,) = queue_rows(c.state)
