@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, next_chunk
+from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, has_minimum, next_chunk
 from gangline.core.policy.order import victims_in_order, waiting_order
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.potential import rises
@@ -41,7 +41,7 @@ def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer
 
 def _passed_over(world: World, notes: Notes, job: Job) -> bool:
     """Whether nobody is evicted for the job, whoever there is."""
-    return delayed(job) or job in notes.barred or job in notes.withheld or bool(job.standing and not world.options.evict_for_surplus)
+    return delayed(job) or job in notes.barred or job in notes.withheld or (not world.options.evict_for_surplus and has_minimum(job))
 
 
 def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer, job: Job, chunk: list[Rank]) -> bool:

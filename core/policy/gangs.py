@@ -252,9 +252,14 @@ class Job:
         return 2 if above else 1
 
 
+def has_minimum(job: Job) -> bool:
+    """Whether the job has all that it cannot do without, so that what it still waits for is surplus: ranks, or members of sets."""
+    return job.active > 0 and job.root.satisfied
+
+
 def growing(job: Job) -> bool:
     """Whether what the job waits for would make a gang larger that runs already, and is placed last."""
-    return job.grows and job.standing > 0
+    return job.grows and has_minimum(job)
 
 
 def waiting(rank: Rank) -> bool:

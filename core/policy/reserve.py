@@ -25,7 +25,7 @@ from itertools import islice
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import State
-from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, next_chunk
+from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, has_minimum, next_chunk
 from gangline.core.policy.holds import Hold, Holds, Want
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.profile import Profile
@@ -133,7 +133,7 @@ def _first_blocked(decisions: Decisions) -> list[Job]:
 def _is_large(job: Job) -> bool:
     """Whether it may wait for ever although room comes free again and again. What takes the first GPU that comes free does not."""
     chunk = next_chunk(job)
-    return not job.standing and bool(chunk) and (len(chunk) > 1 or chunk[0].request.count > 1)
+    return not has_minimum(job) and bool(chunk) and (len(chunk) > 1 or chunk[0].request.count > 1)
 
 
 def _holds_still(world: World, state: State, job: Job, now_ms: int) -> bool:

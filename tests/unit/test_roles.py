@@ -187,7 +187,7 @@ def test_each_rank_gets_what_its_role_asks_for() -> None:
     assert job.holds() == (6, 2_000, 8_000, 2_400)
     held = [(n.holdings["rl"].cpus_milli, n.holdings["rl"].memory_mib) for n in c.state.nodes.values()]
     assert held == [(4_000, 2_000), (4_000, 400)]
-    (row,) = queue_rows(c.state)
+    (row,) = queue_rows(c.state, c.now)
     assert (row.allocated.gpus, row.allocated.cpus, row.allocated.memory_mib) == (2, 8.0, 2_400)
 
 
@@ -271,6 +271,24 @@ def test_roles_are_placed_in_the_order_of_the_file() -> None:
     c = cluster("n1", gpus=3)
     submit(c, "e", Role("z", Gang(2, 1), Resources(gpus=1)), Role("a", Gang(4, 1), Resources(gpus=1)))
     assert HELPERS.only(c.cycle(), ev.GangPlaced).role_sizes == (2, 1)
+
+
+def test_nobody_leaves_for_replicas_that_a_job_can_do_without() -> None:
+    c = cluster("n1", gpus=4)
+    c.submit("low", ranks=2, priority=10)
+    c.cycle()
+    c.run("low")
+    pair = (Role("p", Gang(1, 1), Resources(gpus=1)), Role("d", Gang(1, 1), Resources(gpus=1)))
+    submit(c, "s", Role("engine", replicas=2, min_replicas=1, roles=pair), priority=50)
+    for _ in range(5):
+        found = c.cycle()
+        assert not [e for e in found if isinstance(e, (ev.GangPreempting, ev.GangReserved))]
+        if c.job("s").state == "placed":
+            c.run("s")
+        c.now += 600_000
+    assert c.job("s").sizes() == (1, 1, 0, 0)
+    submit(c, "t", Role("engine", replicas=2, min_replicas=2, roles=pair), priority=90)
+    assert {e.job for e in c.cycle() if isinstance(e, ev.GangPreempting)} == {"low", "s"}, "what it cannot do without is another matter"
 
 
 def test_topologies_of_roles_hold_inside_of_that_of_the_job() -> None:
