@@ -19,7 +19,19 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import apply, apply_frame, seal
 from gangline.core.model.gpushares import GpuShare, MigSlice
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
-from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import (
+    ArraySpec,
+    Checkpoint,
+    Dependency,
+    Elastic,
+    Gang,
+    JobSpec,
+    Preemption,
+    Resources,
+    Restart,
+    Role,
+    TopologyRequest,
+)
 from gangline.core.model.state import State
 from gangline.core.model.statecodec import state_digest
 from gangline.core.model.topologies import Topology
@@ -220,7 +232,20 @@ def record() -> list[bytes]:
             beneficiary="waits",
         )
     )  # fmt: skip
+    _roles(r)
     return r.frames
+
+
+def _roles(r: Recorder) -> None:
+    """Two kinds of rank on two nodes, one of them in two replicas, of which one is there."""
+    pair = (Role("server", command=("serve",)), Role("cache", Gang(2, 1), Resources(memory_mib=64), env={"SIZE": "1"}))
+    engine = Role("engine", replicas=2, min_replicas=1, roles=pair, topology=TopologyRequest(required="rack", spread="zone", max_skew=1))
+    spec = JobSpec(("true",), roles=(Role("router", topology=TopologyRequest(balanced="rack")), engine))
+    r.frame(ev.JobSubmitted(job="service", spec=spec))
+    parts = (ev.PlacedPart("n1", (ev.PlacedRank(0, ()), ev.PlacedRank(2, ()))), ev.PlacedPart("n3", (ev.PlacedRank(1, ()),)))
+    r.frame(ev.GangPlaced(job="service", generation=1, parts=parts, role_sizes=(1, 1, 1, 0, 0)))
+    r.frame(*(ev.NodePrepared(job="service", generation=1, node=n, address=n, port=29_504) for n in ("n1", "n3")))
+    r.frame(ev.GangReleased(job="service", generation=1, master_addr="n1", master_port=29_504))
 
 
 def _resize(r: Recorder) -> None:
