@@ -26,6 +26,7 @@ from gangline.leader.api_jobs import JobRoutes
 from gangline.leader.api_logs import LogRoutes
 from gangline.leader.api_plan import PlanRoutes
 from gangline.leader.api_queues import QueueRoutes
+from gangline.leader.api_reservations import ReservationRoutes
 from gangline.leader.api_server import Listener
 from gangline.leader.api_why import WhyRoutes
 from gangline.leader.commands import Refused
@@ -53,7 +54,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
     context = Context(service, options, metrics or Metrics(telemetry.setup("scheduler"), lambda: context.seen))
     app = web.Application(middlewares=[_guard(context, log or telemetry.structured_logging())], client_max_size=MAX_BODY)
     jobs, cluster, events, logs = JobRoutes(context), ClusterRoutes(context), EventRoutes(context), LogRoutes(context)
-    queues, why = QueueRoutes(context), WhyRoutes(context)
+    queues, why, reservations = QueueRoutes(context), WhyRoutes(context), ReservationRoutes(context)
     writes = context.writes
     app.add_routes(
         [
@@ -73,6 +74,9 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
             web.post("/v1/nodes/{node}:{action}", writes(cluster.administer, _SMALL)),
             web.get("/v1/queues", queues.queues),
             web.put("/v1/queues", writes(queues.declare, MAX_CLUSTER_BYTES)),
+            web.get("/v1/reservations", reservations.list),
+            web.post("/v1/reservations", writes(reservations.create, MAX_CLUSTER_BYTES)),
+            web.delete("/v1/reservations/{name}", writes(reservations.delete, _SMALL)),
             web.get("/v1/events", events.events),
             web.post("/v1/brake", writes(cluster.brake, _SMALL)),
             web.get("/v1/state", cluster.state),

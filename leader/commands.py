@@ -15,11 +15,13 @@ from gangline.core.model.fold import stranded
 from gangline.core.model.naming import as_job, find_id
 from gangline.core.model.nearest import nearest
 from gangline.core.model.queues import Declaration, QueueSpec, QueueTree
+from gangline.core.model.reservations import Reservation
 from gangline.core.model.roles import topologies_asked
 from gangline.core.model.spec import Dependency, JobSpec, TopologyRequest
 from gangline.core.model.state import Job, State
 from gangline.core.model.topologies import Topology, changes, levels_by_name
 from gangline.core.model.topologies import check as check_topologies
+from gangline.core.policy.windows import choose
 
 #: a declaration fits into one entry of the log, with room for what is already in that entry
 MAX_DECLARATION_BYTES = 768 * 1024
@@ -91,7 +93,23 @@ class DeclareQueues(msgspec.Struct, frozen=True):
     topologies: tuple[Topology, ...] = ()
 
 
-Command = Submit | Stop | Hold | Release | Administer | SetBrake | DeclareQueues
+class Reserve(msgspec.Struct, frozen=True):
+    """Keep nodes, or so many GPUs, for some jobs or for maintenance."""
+
+    reservation: Reservation
+    #: GPUs for which the leader chooses nodes; 0: the reservation names its nodes
+    gpus: int = 0
+
+
+class Unreserve(msgspec.Struct, frozen=True):
+    """Remove a reservation."""
+
+    name: str
+    by: str = ""
+    reason: str = ""
+
+
+Command = Reserve | Unreserve | Submit | Stop | Hold | Release | Administer | SetBrake | DeclareQueues
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -131,6 +149,10 @@ def admit(state: State, command: Command) -> ev.LogEvent | Accepted:
             if state.brake.on == command.on:
                 return Accepted(state.index, "brake", replayed=True)
             return ev.BrakeSet(on=command.on, message=command.reason or "set by an operator", by=command.by)
+        case Reserve():
+            return _reserve(state, command)
+        case Unreserve():
+            return _unreserve(state, command)
         case DeclareQueues():
             return _declare_queues(state, command)
 
@@ -230,6 +252,34 @@ def _declare_queues(state: State, c: DeclareQueues) -> ev.LogEvent | Accepted:
     if len(encode_event(event)) > MAX_DECLARATION_BYTES:
         raise Refused(413, "too_large", f"the declaration has more than {MAX_DECLARATION_BYTES:,} bytes as an entry of the log")
     return event
+
+
+def _reserve(state: State, c: Reserve) -> ev.LogEvent | Accepted:
+    new = c.reservation
+    present = state.reservations.get(new.name)
+    if present is not None:
+        raise Refused(409, "name_in_use", f"there is a reservation {new.name}; `gangline reservation delete` removes it")
+    for queue in new.queues:
+        if state.queues.declared and queue not in state.queues.specs:
+            near = nearest(queue, list(state.queues.specs))
+            raise Refused(404, "no_such_queue", f"there is no queue {queue}" + (f"; did you mean {near}?" if near else ""))
+    if c.gpus:
+        chosen = choose(state, c.gpus, new.start_ms, state.at_ms)
+        if chosen is None:
+            raise Refused(409, "no_room", f"there are no {c.gpus} GPUs on nodes that take jobs, beside other reservations and gangs that stay")
+        new = msgspec.structs.replace(new, nodes=chosen)
+    if unknown := [kept.node for kept in new.nodes if kept.node not in state.nodes]:
+        raise Refused(404, "no_such_node", f"there is no node {', '.join(unknown[:5])}")
+    if problem := new.problem():
+        raise Refused(422, "bad_reservation", problem)
+    return ev.ReservationDeclared(reservation=new)
+
+
+def _unreserve(state: State, c: Unreserve) -> ev.LogEvent | Accepted:
+    if c.name not in state.reservations:
+        near = nearest(c.name, list(state.reservations))
+        raise Refused(404, "no_such_reservation", f"there is no reservation {c.name}" + (f"; did you mean {near}?" if near else ""))
+    return ev.ReservationRemoved(name=c.name, by=c.by, reason=c.reason)
 
 
 def _stop(state: State, c: Stop) -> ev.LogEvent | Accepted:

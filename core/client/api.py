@@ -155,6 +155,19 @@ class Client:
         body = {"reason": reason, "deadline_s": deadline_s}
         return self.request("POST", f"/v1/nodes/{segment(node)}:{action}", body=body, repeat=True)
 
+    def reservations(self) -> list[dict[str, Any]]:
+        """Return the rows of all reservations."""
+        return rows_of(self.get("/v1/reservations").body, "reservations")
+
+    def reserve(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Create a reservation."""
+        answer: dict[str, Any] = self.request("POST", "/v1/reservations", body=body).body
+        return answer
+
+    def unreserve(self, name: str, reason: str) -> Answer:
+        """Remove a reservation."""
+        return self.request("DELETE", f"/v1/reservations/{segment(name)}", {"reason": reason or None})
+
     def queues(self) -> dict[str, Any]:
         """Return the queues: rows, the declaration in the cluster file's words, and its index."""
         body: dict[str, Any] = self.get("/v1/queues").body

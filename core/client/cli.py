@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "uncordon": ("nodes", "Send new ranks to nodes again."),
         "drain": ("nodes", "Empty nodes, and say what is in the way."),
         "undrain": ("nodes", "End a drain."),
+        "reservation": ("reservation", "Keep nodes or GPUs for somebody, or for maintenance."),
         "explain": ("explain", "Explain a code of an error or a reason."),
         "scenario": ("scenario", "Check the scheduling policy against scenario files."),
     },

@@ -135,6 +135,13 @@ CODES: dict[str, tuple[str, str, str]] = {
         "Once queues are declared, a job goes to one of them that has no queues below it.",
         "`gangline queues` lists them; name one by `queue` in the job file.",
     ),
+    "no_such_reservation": ("no such reservation", "There is none of this name.", "`gangline reservation list` lists them."),
+    "bad_reservation": ("a reservation that makes no sense", "It contradicts itself; the message says how.", "Change what it says."),
+    "no_room": (
+        "too few GPUs to be kept",
+        "Other reservations, and gangs that cannot be moved, have too many of the GPUs at that time.",
+        "Ask for fewer, choose another time, or name the nodes.",
+    ),
     "no_such_topology": (
         "no such topology or level",
         "Once topologies are declared, a job asks for levels of one of them; `hostname`, the node itself, is a level of each.",
@@ -246,6 +253,11 @@ CODES: dict[str, tuple[str, str, str]] = {
     ),
     "not_enough_cpus": ("too few CPUs are free", "The gang needs more CPUs than are free.", "Ask for fewer by resources.cpus."),
     "not_enough_memory": ("too little memory is free", "The gang needs more memory than is free.", "Ask for less by resources.memory."),
+    "maintenance": (
+        "a maintenance is planned",
+        "It would fit now, but the nodes with room are to be maintained, and it would not have ended by then.",
+        "Give it a time_limit that ends before the time in the message, or wait; `gangline reservation list` shows what is planned.",
+    ),
     "reserved_for": (
         "the room is kept for others",
         "It would fit now, but a gang before it, or a reservation, needs the room later, and it might not have ended by then.",

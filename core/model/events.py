@@ -16,6 +16,7 @@ import msgspec
 from gangline.core.model.documents import Registration
 from gangline.core.model.gpushares import GpuShare
 from gangline.core.model.queues import QueueSpec
+from gangline.core.model.reservations import Reservation
 from gangline.core.model.spec import JobSpec
 from gangline.core.model.topologies import Topology
 
@@ -428,6 +429,29 @@ class NodeAdministered(LogEvent, frozen=True, kw_only=True, gc=False):
     by: str = ""
     reason: str = ""
     deadline_s: float = 0.0
+
+
+@_event("reservation_declared")
+class ReservationDeclared(LogEvent, frozen=True, kw_only=True, gc=False):
+    """Somebody keeps nodes for some jobs, or for maintenance, from now or later on."""
+
+    reservation: Reservation
+
+
+@_event("reservation_begun")
+class ReservationBegun(LogEvent, frozen=True, kw_only=True, gc=False):
+    """*Decision*: its start has come; whoever has to leave for it is asked to, once."""
+
+    name: str
+
+
+@_event("reservation_removed")
+class ReservationRemoved(LogEvent, frozen=True, kw_only=True, gc=False):
+    """It is over, or somebody has removed it."""
+
+    name: str
+    by: str = ""
+    reason: str = ""
 
 
 @_event("queues_declared")

@@ -28,6 +28,7 @@ from gangline.core.model.foldsteps import queue_key as queue_key
 from gangline.core.model.foldsteps import touch as _touch
 from gangline.core.model.gpushares import GPU, GpuUse, charged_milli, uses_of
 from gangline.core.model.queues import Declaration, QueueTree
+from gangline.core.model.reservations import Declared
 from gangline.core.model.runtimes import learn
 from gangline.core.model.spec import Resources
 from gangline.core.model.state import FINISHED_KEPT, Deferral, Earmark, Holding, Job, Node, Part, Rank, Reserved, Resize, State
@@ -633,6 +634,39 @@ def _node_administered(state: State, e: ev.NodeAdministered, index: int, epoch: 
     _capacity(state)
 
 
+def _reservation_declared(state: State, e: ev.ReservationDeclared, index: int, epoch: int, at_ms: int) -> None:
+    new = e.reservation
+    if problem := new.problem():
+        raise IllegalTransition(e, problem)
+    if new.name in state.reservations:
+        raise IllegalTransition(e, f"reservation {new.name} exists")
+    if new.end_ms <= at_ms:
+        raise IllegalTransition(e, f"reservation {new.name} would be over already")
+    if unknown := [kept.node for kept in new.nodes if kept.node not in state.nodes]:
+        raise IllegalTransition(e, f"no node {', '.join(unknown)}")
+    state.reservations[new.name] = Declared(new, index=index)
+    _capacity(state)
+
+
+def _reservation_begun(state: State, e: ev.ReservationBegun, index: int, epoch: int, at_ms: int) -> None:
+    declared = state.reservations.get(e.name)
+    if declared is None or declared.begun or at_ms < declared.reservation.start_ms:
+        raise IllegalTransition(e, f"reservation {e.name} is not about to begin")
+    declared.begun, declared.index = True, index
+    _capacity(state)
+
+
+def _reservation_removed(state: State, e: ev.ReservationRemoved, index: int, epoch: int, at_ms: int) -> None:
+    declared = state.reservations.get(e.name)
+    if declared is None:
+        raise IllegalTransition(e, f"no reservation {e.name}")
+    if declared.begun and declared.reservation.maintenance and not declared.over:
+        declared.over, declared.index = True, index
+    else:
+        del state.reservations[e.name]
+    _capacity(state)
+
+
 def _queues_declared(state: State, e: ev.QueuesDeclared, index: int, epoch: int, at_ms: int) -> None:
     try:
         tree = QueueTree(Declaration(e.queues, index, at_ms, e.by, e.reason, e.topologies))
@@ -950,5 +984,8 @@ _HANDLERS: dict[type[ev.LogEvent], Callable[[State, Any, int, int, int], None]] 
     ev.CheckpointReported: _checkpoint_reported,
     ev.StopAcknowledged: _stop_acknowledged,
     ev.NodeAdministered: _node_administered,
+    ev.ReservationDeclared: _reservation_declared,
+    ev.ReservationBegun: _reservation_begun,
+    ev.ReservationRemoved: _reservation_removed,
     ev.QueuesDeclared: _queues_declared,
 }

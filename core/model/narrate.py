@@ -52,6 +52,8 @@ def concerns(event: ev.LogEvent) -> tuple[tuple[str, ...], tuple[str, ...]]:
             return (event.job,), tuple(p.node for p in event.parts)
         case ev.GangRequeued():
             return (event.job,), event.lost_nodes
+        case ev.ReservationDeclared():
+            return (), tuple(kept.node for kept in event.reservation.nodes)
         case ev.NodeJoined():
             return (), (event.registration.node,)
         case _:
@@ -292,6 +294,23 @@ def _node_administered(e: ev.NodeAdministered) -> str:
     return _because(what + deadline, e.reason) + _by(e.by)
 
 
+def _reservation_declared(e: ev.ReservationDeclared) -> str:
+    r = e.reservation
+    what = [k.node if k.gpus < 0 else f"{_count(k.gpus, 'GPU')} of {k.node}" for k in r.nodes]
+    owners = [f"queue {q}" for q in r.queues] + [f"user {u}" for u in r.users]
+    whom = "maintenance" if r.maintenance else _names(owners)
+    text = f"reservation {r.name}: {_names(what)} for {whom}, for {duration((r.end_ms - r.start_ms) / 1000)}"
+    return _because(text, r.reason) + _by(r.by)
+
+
+def _reservation_begun(e: ev.ReservationBegun) -> str:
+    return f"reservation {e.name} begins"
+
+
+def _reservation_removed(e: ev.ReservationRemoved) -> str:
+    return _because(f"reservation {e.name} ends", e.reason) + _by(e.by)
+
+
 def _queues_declared(e: ev.QueuesDeclared) -> str:
     queues = f"{_count(len(e.queues), 'queue')} declared ({_names(q.path for q in e.queues)})"
     topologies = "".join(f", topology {t.name} ({' > '.join(t.levels) or 'nodes only'})" for t in e.topologies[:SHOWN])
@@ -359,5 +378,8 @@ _SENTENCES: dict[type[ev.LogEvent], Callable[[Any], str]] = {
     ev.CheckpointReported: _checkpoint_reported,
     ev.StopAcknowledged: _stop_acknowledged,
     ev.NodeAdministered: _node_administered,
+    ev.ReservationDeclared: _reservation_declared,
+    ev.ReservationBegun: _reservation_begun,
+    ev.ReservationRemoved: _reservation_removed,
     ev.QueuesDeclared: _queues_declared,
 }

@@ -27,6 +27,7 @@ from gangline.core.model.documents import Registration, RestartNotice, StopNotic
 from gangline.core.model.events import Outcome, PlacedPart, ReservedPart, ResizeCause
 from gangline.core.model.gpushares import GpuShare, GpuUse, charged_milli
 from gangline.core.model.queues import QueueTree
+from gangline.core.model.reservations import Declared
 from gangline.core.model.roles import Amounts, amounts, full, leaves, placed
 from gangline.core.model.spec import Condition, JobSpec
 from gangline.core.model.usage import Usage
@@ -435,6 +436,8 @@ class State(msgspec.Struct):
     finished: dict[str, None] = {}
     #: by the job that room is made for, in the order in which that began
     earmarks: dict[str, Earmark] = {}
+    #: declared by people, by name
+    reservations: dict[str, Declared] = {}
     #: jobs with a reservation, in the order in which they got it
     reserved: dict[str, None] = {}
     #: running times of the last jobs of a kind that succeeded (core/model/runtimes.py)

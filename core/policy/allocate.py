@@ -29,7 +29,7 @@ from gangline.core.policy.world import World
 
 def allocate(world: World, placer: Placer, notes: Notes) -> None:
     """Place what fits."""
-    for hold in world.holds.on():
+    for hold in world.holds.of_gangs():
         world.lift(hold)
     order = waiting_order(world)
     _rule_out(world, placer, order)
@@ -92,7 +92,8 @@ def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
                 if key not in tried:
                     tried[key] = not request.plain or best_place(world, _rank_of(first, request), placer.index) is not None
                 if not tried[key]:
-                    order.fail(signature, none_fit(world, first, request, group.vector(world.smallest_device_mib)), only)
+                    placer.refusal = none_fit(world, first, request, group.vector(world.smallest_device_mib))
+                    order.fail(signature, without_holds(world, placer, first, next_chunk(first)), only)
                     break
 
 

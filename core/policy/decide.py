@@ -10,16 +10,17 @@ from heapq import heappop, heappush
 
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job, State
-from gangline.core.policy import recovery, resize
+from gangline.core.policy import recovery, resize, windows
 from gangline.core.policy.schedule import LOOK_AGAIN_MS, schedule
 
 
 def decide(state: State, now_ms: int) -> list[ev.LogEvent]:
     """Return the next decisions; an empty list when nothing is left to decide at `now_ms`.
 
-    First what placed gangs need (recovery.py), then the passes over the queues (schedule.py).
+    First what starts and ends by the clock (windows.py), then what placed gangs need (recovery.py), then the passes over the queues
+    (schedule.py).
     """
-    return recover(state, now_ms) or schedule(state, now_ms)
+    return windows.step(state, now_ms) or recover(state, now_ms) or schedule(state, now_ms)
 
 
 def recover(state: State, now_ms: int) -> list[ev.LogEvent]:
@@ -74,4 +75,5 @@ def settle(state: State, now_ms: int) -> int | None:
             heappush(timers, (due, job_id))
     state.scratch.jobs.clear()
     state.scratch.queue_dirty = False
-    return timers[0][0] if timers else None
+    moments = [timers[0][0] if timers else None, windows.due_ms(state, now_ms)]
+    return min((at for at in moments if at is not None), default=None)

@@ -29,6 +29,9 @@ def serve(world: World, placer: Placer) -> None:
         chunk = next_chunk(job) if job is not None else []
         if job is None or not chunk or closed(world, job, chunk) is not None:
             continue
+        admitting = world.let_in(job)
         mark = world.checkpoint()
         if placer.place(job, chunk, reserve_only=False):
             wait_together(world, job, mark)
+        for hold in admitting:
+            world.cover(hold)

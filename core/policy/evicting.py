@@ -17,14 +17,17 @@ from gangline.core.policy.world import World
 #: (preemptor, its chunk, what it asks for) → whom it may evict, of whom only the surplus, and the last word; None: nobody
 Offer = Callable[[Job, list[Rank], Vector], "tuple[list[Job], dict[Job, None], Validate] | None"]
 
+#: jobs that are looked at although one that is placed alike has failed, in one pass
+_APART = 50
 _FAILED = Refusal("no_victims", "nobody may be evicted for it")
 
 
 def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer) -> None:
     """Go through the waiting jobs; each gets its next chunk if victims are found for it."""
-    for hold in world.holds.on():
+    for hold in world.holds.of_gangs():
         world.lift(hold)
     order = waiting_order(world)
+    apart = _APART
     while (popped := order.pop()) is not None:
         job, signature = popped
         chunk = next_chunk(job)
@@ -33,7 +36,10 @@ def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer
         if _evict_for(world, placer, notes, action, offer, job, chunk):
             continue
         if signature is not None and not _passed_over(world, notes, job):
-            order.fail(signature, _FAILED, job.queue)
+            if apart and world.holds.closed_to(job):
+                apart -= 1  # another that is placed alike may end before the reservation that keeps this one off
+            else:
+                order.fail(signature, _FAILED, job.queue)
         own = world.holds.of(job)
         if own is not None:
             world.cover(own)
@@ -52,14 +58,22 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
     if offered is None or not offered[0]:
         return False
     jobs, protected, validate = offered
+    closed = world.holds.closed_to(job)
+    if closed:
+        # What they would leave is kept for somebody else.
+        jobs = [j for j in jobs if not any(r.place is not None and r.place.node.name in closed for r in j.ranks)]
     mark = world.checkpoint()
+    admitting = world.let_in(job)
     if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate).run(chunk):
+        world.rollback(mark)
         return False
     wrong = rises(world, job, mark, action)
     if wrong:
         world.rollback(mark)
         notes.withheld[job] = wrong
         return False
+    for hold in admitting:
+        world.cover(hold)
     notes.serve(job, world.waiting.group_of(job))
     _note_causes(world, notes, action, job, mark)
     return True

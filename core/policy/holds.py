@@ -7,6 +7,8 @@ by its start is covered on each of its nodes: it is not free for anybody, now or
 - once the gang has been refused in a pass, it is on for all who come after it;
 - and it is lifted for a job that will have ended by then (backfill.py).
 
+A hold of a reservation that people have declared (windows.py) is on from the start, for all but whom the reservation admits.
+
 Covering and lifting are written to the world's journal, like all that a session does, and are undone with it.
 """
 
@@ -39,6 +41,10 @@ class Hold:
     #: log time at which it is needed; None: as soon as it has come together
     starts_ms: int | None
     wants: tuple[Want, ...]
+    #: of a reservation that people have declared (windows.py): on from the start of the session, and its name
+    always: bool = False
+    reservation: str = ""
+    maintenance: bool = False
     #: predictions count for who may use it until then; not any more once the first promise of a start was broken
     trusting: bool = True
     #: what covers it now, one for each node: kept by World
@@ -69,6 +75,15 @@ class Holds:
     def on(self) -> list[Hold]:
         """Return the holds that are on."""
         return [hold for hold in self.by_name.values() if hold.on]
+
+    def of_gangs(self) -> list[Hold]:
+        """Return the holds of waiting gangs that are on."""
+        return [hold for hold in self.on() if not hold.always]
+
+    def closed_to(self, job: Job) -> dict[str, None]:
+        """Return the nodes that declared reservations keep a job off, wholly or in part."""
+        closed = (hold for hold in self.by_name.values() if hold.always and not self.leaves(job, hold))
+        return {want.node: None for hold in closed for want in hold.wants}
 
     def cover_of(self, hold: Hold, want: Want, node: Node) -> tuple[Rank, Place]:
         """Return what is to be covered of a node: what is wanted, as far as it is there."""

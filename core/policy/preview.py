@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from gangline.core.policy import fairshare
 from gangline.core.policy.allocate import allocate
+from gangline.core.policy.backfill import backfill
 from gangline.core.policy.earmarks import serve
 from gangline.core.policy.gangs import Job, RankState
 from gangline.core.policy.placing import Placer
@@ -41,8 +42,12 @@ def in_vain(world: World, placer: Placer, notes: Notes) -> list[Job]:
             world.vanish(rank)
     if world.options.quotas:
         fairshare.set_fair_shares(world)
+    for hold in world.holds.on():
+        world.lift(hold)
+    world.cover_reservations()
     serve(world, placer)
     allocate(world, placer, Notes())
+    backfill(world, placer)
     worse = {job: None for job, active in had.items() if job.active < active}
     world.rollback(mark)
     for queue, share in shares:

@@ -24,6 +24,7 @@ MODEL_LEVEL = "gangline/gpu-model"
 #: codes of gangs that more room would help
 ROOM = frozenset({
     "not_enough_gpus", "not_enough_cpus", "not_enough_memory", "not_enough_mig", "fragmented", "no_domain_fits", "no_one_model", "reserved_for",
+    "maintenance",
 })  # fmt: skip
 
 
@@ -47,7 +48,8 @@ def reserved_for(holds: list[Hold]) -> Refusal:
     """There would be room, but it is kept for others."""
     named_holds = ", ".join(f"{h.name} ({when(h.starts_ms)})" for h in holds[:3]) + (f" and {len(holds) - 3} more" if len(holds) > 3 else "")
     message = f"there is room, but it is kept for {named_holds}; what has a time limit and ends before may use it"
-    return Refusal("reserved_for", message, holders=tuple(h.name for h in holds))
+    code = "maintenance" if all(h.maintenance for h in holds) else "reserved_for"
+    return Refusal(code, message, holders=tuple(h.name for h in holds))
 
 
 def when(at_ms: int | None) -> str:

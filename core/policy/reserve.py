@@ -25,6 +25,7 @@ from itertools import islice
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import State
+from gangline.core.policy import windows
 from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, has_minimum, next_chunk
 from gangline.core.policy.holds import Hold, Holds, Want
 from gangline.core.policy.placing import Placer
@@ -55,11 +56,13 @@ _MIB = 1 << 20
 
 
 def holds_of(state: State, profile: Profile) -> Holds:
-    """Return the holds of a session: for each reservation what will not come from those who end before it."""
-    holds = [_hold(state, profile, state.jobs[job]) for job in state.reserved]
+    """Return the holds of a session: for each reservation of a gang what will not come from those who end before it; and those of people."""
+    holds = [*(_hold(state, profile, state.jobs[job]) for job in state.reserved), *windows.holds(state)]
 
     def leaves(job: Job, hold: Hold) -> bool:
         known = state.jobs.get(job.name)
+        if hold.always:
+            return known is not None and windows.admits(state.reservations[hold.reservation], known, profile)
         end = profile.end_if_started(known, learned=hold.trusting) if known is not None else None
         return end is not None and hold.starts_ms is not None and end + SLACK_MS <= hold.starts_ms
 
@@ -81,7 +84,7 @@ def _hold(state: State, profile: Profile, job: StateJob) -> Hold:
                 gpus, cpus, memory = gpus - len(holding.gpus), cpus - holding.cpus_milli, memory - holding.memory_mib
         wants.append(Want(part.node, max(0, gpus), max(0, cpus), max(0, memory) * _MIB))
     trusting = profile.now_ms <= job.promised_ms
-    return Hold(job.id, reserved.start_ms or None, tuple(wants), trusting)
+    return Hold(job.id, reserved.start_ms or None, tuple(wants), trusting=trusting)
 
 
 # ---------------------------------------------------------------- the pass
@@ -168,12 +171,15 @@ class _Plan:
     ends: list[tuple[int | None, str]] = field(default_factory=list)
     ended: int = 0
     marks: list[int] = field(default_factory=list)
+    #: nodes of declared reservations, on which nothing is planned that is not free now
+    closed: dict[str, None] = field(default_factory=dict)
 
     def of(self, jobs: list[Job]) -> dict[Job, ev.GangReserved]:
         """Return a reservation for each job that can have one."""
         mark = self.world.checkpoint()
-        for hold in self.world.holds.on():
+        for hold in self.world.holds.of_gangs():
             self.world.lift(hold)
+        self.closed = {w.node: None for hold in self.world.holds.by_name.values() if hold.always for w in hold.wants}
         self.ends = [(end, job) for end, job in self.profile.in_order() if self.profile.state.jobs[job].state != "preempting"][:_ENDS]
         known = next((at for at, (end, _) in enumerate(self.ends) if end is None), len(self.ends))
         found: dict[Job, ev.GangReserved] = {}
@@ -221,7 +227,7 @@ class _Plan:
             self.marks.append(self.world.checkpoint())
             job = self.world.jobs.get(self.ends[len(self.marks) - 1][1])
             for rank in job.ranks if job is not None else ():
-                if rank.state is RankState.RUNNING:
+                if rank.state is RankState.RUNNING and rank.place is not None and rank.place.node.name not in self.closed:
                     self.world.evict(rank)
         self.ended = count
 

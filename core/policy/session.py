@@ -58,6 +58,7 @@ def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Place
 
 
 def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) -> None:
+    world.cover_reservations()
     serve(world, placer)
     for action in actions:
         if action == "allocate":

@@ -356,6 +356,19 @@ class World:
                 self._journal.append(("cover", rank, rank.state, place, ZERO, ()))
                 self._set_cover(rank, place, True)
 
+    def cover_reservations(self) -> None:
+        """Turn on the holds of declared reservations."""
+        for hold in self.holds.by_name.values():
+            if hold.always:
+                self.cover(hold)
+
+    def let_in(self, job: Job) -> list[Hold]:
+        """Turn off the holds of declared reservations that admit a job, and return them."""
+        holds = [hold for hold in self.holds.on() if hold.always and self.holds.leaves(job, hold)]
+        for hold in holds:
+            self.lift(hold)
+        return holds
+
     def cover_for_those_who_wait(self) -> None:
         """Turn on the holds of all jobs that have no place yet."""
         for name, hold in self.holds.by_name.items():

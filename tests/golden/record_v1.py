@@ -19,6 +19,7 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import apply, apply_frame, seal
 from gangline.core.model.gpushares import GpuShare, MigSlice
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
+from gangline.core.model.reservations import KeptNode, Reservation
 from gangline.core.model.spec import (
     ArraySpec,
     Checkpoint,
@@ -233,6 +234,12 @@ def record() -> list[bytes]:
         )
     )  # fmt: skip
     _roles(r)
+    # Nodes that are kept for a maintenance, and for some jobs.
+    fans = Reservation("fans", (KeptNode("n1"),), r.at_ms, r.at_ms + 600_000, maintenance=True, deadline_s=60.0, by="root", reason="new fans")
+    team = Reservation("team", (KeptNode("n3", 2),), r.at_ms + 600_000, r.at_ms + 900_000, queues=("research",), users=("ada",), by="root")
+    r.frame(ev.ReservationDeclared(reservation=fans), ev.ReservationDeclared(reservation=team))
+    r.frame(ev.ReservationBegun(name="fans"))
+    r.frame(ev.ReservationRemoved(name="fans", by="root", reason="done already"))
     return r.frames
 
 

@@ -1515,3 +1515,25 @@ async def test_a_batch_is_a_chain_when_its_jobs_name_those_before_them(api: Api)
     results = (await api("POST", "/v1/jobs:batch", {"jobs": chain}))[1]["results"]
     assert results[2]["problem"]["code"] == "no_such_dependency", "only what stands before can be named, so there are no circles"
     assert (await api("GET", "/v1/jobs/b"))[1]["waits_for"] == [{"job": results[0]["job"], "when": "after_ok"}]
+
+
+async def test_reservations_are_declared_listed_and_removed(api: Api) -> None:
+    await api.scheduler.write(ev.NodeJoined(registration=registration("n1")))
+    wrong = {"name": "bad name", "nodes": ["n1"], "gpus": 2, "start_in_s": 60}
+    status, body, _ = await api("POST", "/v1/reservations", wrong)
+    assert status == 400
+    assert {e["pointer"] for e in body["errors"]} == {"/name", "/nodes", "/maintenance", "/end_ms"}
+    asked = {"name": "fans", "nodes": ["n1"], "start_in_s": 3600, "length_s": 600, "maintenance": True, "reason": "new fans"}
+    status, body, _ = await api("POST", "/v1/reservations", asked, Gangline_User="ann")
+    assert (status, body["name"], body["state"], body["nodes"], body["by"]) == (200, "fans", "planned", [{"node": "n1", "gpus": None}], "ann")
+    status, body, _ = await api("POST", "/v1/reservations", asked)
+    assert (status, body["code"]) == (409, "name_in_use")
+    for more, code in (({"nodes": ["n9"]}, "no_such_node"), ({"nodes": [], "gpus": 999}, "no_room")):
+        status, body, _ = await api("POST", "/v1/reservations", asked | {"name": "other"} | more)
+        assert body["code"] == code
+    status, body, _ = await api("GET", "/v1/reservations")
+    assert [row["name"] for row in body["reservations"]] == ["fans"]
+    status, body, _ = await api("DELETE", "/v1/reservations/fans?reason=not+needed")
+    assert (status, body["name"]) == (200, "fans")
+    status, body, _ = await api("DELETE", "/v1/reservations/fans")
+    assert (status, body["code"]) == (404, "no_such_reservation")

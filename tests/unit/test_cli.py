@@ -1029,3 +1029,29 @@ def test_widths() -> None:
 def test_runs_of_ranks_are_folded() -> None:
     assert runs([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert runs([]) == "-"
+
+
+def test_reservations_are_made_listed_and_removed(server: FakeScheduler, run: Run) -> None:
+    row = {
+        "name": "fans", "state": "planned", "start_ms": 1_785_556_800_000, "end_ms": 1_785_571_200_000, "gpus": 11, "unavailable": [],
+        "nodes": [{"node": "n1", "gpus": None}, {"node": "n2", "gpus": 3}], "queues": [], "users": [], "maintenance": True,
+        "deadline_s": 0.0, "by": "ann", "reason": "new fans",
+    }  # fmt: skip
+    server.routes["POST", "/v1/reservations"] = Reply(row)
+    server.routes["GET", "/v1/reservations"] = Reply({"reservations": [row]})
+    server.routes["DELETE", "/v1/reservations/fans"] = Reply({"name": "fans", "index": 9})
+    ran = run("reservation", "create", "fans", "--nodes", "n1,n2", "--start", "2h", "--end", "6h", "--maintenance", "--deadline", "30m")
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("fans: n1, n2 (3) for maintenance, ")
+    body = server.asked("POST", "/v1/reservations")[0].body
+    assert (body["nodes"], body["start_in_s"], body["length_s"], body["deadline_s"]) == (["n1", "n2"], 7200.0, 14_400.0, 1800.0)
+    assert run("reservation", "create", "t", "--gpus", "8", "--start", "2026-08-01T06:00Z", "--length", "1h", "--queue", "nlp").code == 0
+    body = server.asked("POST", "/v1/reservations")[1].body
+    assert (body["gpus"], body["start_ms"], body["length_s"], body["queues"]) == (8, 1_785_564_000_000, 3600.0, ["nlp"])
+    assert "fans" in run("reservation", "list").out
+    assert run("reservation", "delete", "fans").out == "fans is removed\n"
+    for wrong in (
+        ("--nodes", "n1", "--gpus", "3", "--length", "1h", "--maintenance"), ("--nodes", "n1", "--length", "1h"),
+        ("--nodes", "n1", "--maintenance"), ("--nodes", "n1", "--start", "soon", "--length", "1h", "--maintenance"),
+    ):  # fmt: skip
+        assert run("reservation", "create", "x", *wrong).code == 2

@@ -5,6 +5,7 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import PlacedPart, PlacedRank, RankExit
 from gangline.core.model.narrate import JobStory, concerns, duration, exit_words, numbers, sentence
 from gangline.core.model.queues import QueueSpec
+from gangline.core.model.reservations import KeptNode, Reservation
 from gangline.core.model.spec import ArraySpec, Dependency, Gang, JobSpec, Resources
 
 
@@ -117,6 +118,18 @@ EXAMPLES: list[tuple[ev.LogEvent, str]] = [
             ("confirm_dead", "node n1 is confirmed to be off: fan (by ann)"),
         )
     ),
+    (
+        ev.ReservationDeclared(
+            reservation=Reservation("fans", (KeptNode("n1"), KeptNode("n2", 3)), 0, 7_200_000, maintenance=True, by="ann", reason="new fans")
+        ),
+        "reservation fans: n1 and 3 GPUs of n2 for maintenance, for 2 h: new fans (by ann)",
+    ),
+    (
+        ev.ReservationDeclared(reservation=Reservation("r", (KeptNode("n1"),), 0, 60_000, queues=("nlp",), users=("ann",))),
+        "reservation r: n1 for queue nlp and user ann, for 60 s",
+    ),
+    (ev.ReservationBegun(name="fans"), "reservation fans begins"),
+    (ev.ReservationRemoved(name="fans", by="ann", reason="done"), "reservation fans ends: done (by ann)"),
     (
         ev.QueuesDeclared(queues=(QueueSpec("research"), QueueSpec("research/nlp"), QueueSpec("batch")), by="ann", reason="new team"),
         "3 queues declared (research, research/nlp and batch): new team (by ann)",
