@@ -14,9 +14,12 @@ import marshal
 import os
 import select
 import socket
-from typing import NoReturn
 
 from gangline.nodeagent import kernel, supervisor
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn  # for real it would add a megabyte to the memory that each fork copies
 
 #: idle workers that are kept beyond the next look, and the seconds without a request after which none is
 IDLE_MAX = 16

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from gangline.core.store.api import Ambiguous, Definite, LeaseNotFound, Store, S
 from gangline.core.store.keys import Keys
 from gangline.core.store.memory import MemoryCluster, MemoryStore
 from gangline.core.store.node import NameTaken, SchedulerAddress, StoreNode
-from gangline.nodeagent import jobevents, logs, rankfile, statedir
+from gangline.nodeagent import jobevents, launcher, logs, rankfile, statedir
 from gangline.nodeagent.devices import Inventory, discover, model_name, nvml_inventory, simulated
 from gangline.nodeagent.environment import Here, base_environment, rank_environment
 from gangline.nodeagent.fence import Fence
@@ -453,3 +455,13 @@ def test_an_element_of_an_array_knows_which_it_is() -> None:
     env = rank_environment(msgspec.structs.replace(GANG, job="jabc.20"), GANG.ranks[0], spec, HERE)
     assert [env[f"GANGLINE_{name}"] for name in ("JOB_ID", "ARRAY_JOB", "ARRAY_INDEX", "ARRAY_SIZE")] == ["jabc.20", "jabc", "20", "4"]
     assert "GANGLINE_ARRAY_JOB" not in rank_environment(GANG, GANG.ranks[0], SPEC, HERE)
+
+
+def test_what_each_fork_copies_stays_small():
+    """The fork server is given its modules as `launcher.py` gives them, and what it has loaded is looked at."""
+    boot = launcher._BOOT.partition("from gangline")[0]
+    code = f"{boot}import gangline.nodeagent.forkserver\nprint(*sys.modules)"
+    command = [sys.executable, "-I", "-S", "-c", code, str(Path(launcher.__file__).parent)]
+    loaded = set(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split())
+    assert "gangline.nodeagent.supervisor" in loaded
+    assert not loaded & {"typing", "re", "contextlib", "json", "pathlib", "subprocess", "logging", "asyncio", "msgspec"}
