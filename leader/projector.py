@@ -25,6 +25,7 @@ _TXN_OPS = 100
 _TXN_BYTES = 900_000
 #: a store that does not answer for so long ends the term
 _GIVE_UP_S = 60.0
+_AGAIN_S = 0.05
 
 
 class Projector:
@@ -123,14 +124,20 @@ class Projector:
         return ops
 
     async def _write(self, ops: list[Op]) -> None:
+        what = f"projection of {len(ops)} keys"
+        try:
+            await write_fenced(self._store, self._keys, self._token, ops, what)
+            return
+        except Ambiguous:
+            await asyncio.sleep(_AGAIN_S)
         # The documents are states: writing them again is harmless, and a fenced write cannot come too late.
         retry = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(Ambiguous),
-            wait=tenacity.wait_exponential(0.05, max=2),
+            wait=tenacity.wait_exponential(_AGAIN_S, max=2),
             stop=tenacity.stop_after_delay(_GIVE_UP_S),
             reraise=True,
         )
-        await retry(write_fenced, self._store, self._keys, self._token, ops, f"projection of {len(ops)} keys")
+        await retry(write_fenced, self._store, self._keys, self._token, ops, what)
 
 
 def _same(a: Desired, b: Desired) -> bool:

@@ -91,6 +91,12 @@ async def send_until_answered(
     )
     try:
         async with asyncio.timeout_at(deadline):
+            try:
+                return await send()  # nearly always the only one, and retrying costs more than asking
+            except Ambiguous:
+                if loop.time() + FIRST_PAUSE_S >= deadline:
+                    raise
+                await asyncio.sleep(FIRST_PAUSE_S)
             return await retrying(send)
     except TimeoutError:
         raise _unsettled(what, settle_s, last) from last
