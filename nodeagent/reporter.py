@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +61,7 @@ class Reporter:
             document = self._document()
             if document is None or not self._differs(document):
                 continue
-            wait_s = self._last_at + self._patience(document) - time.monotonic()
+            wait_s = self._last_at + self._patience(document) - _now()
             if wait_s > 0:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
@@ -107,7 +106,7 @@ class Reporter:
 
     async def _write(self, document: Observed) -> None:
         document = msgspec.structs.replace(document, sequence=self._sequence + 1)
-        begun = time.monotonic()
+        begun = _now()
         try:
             await self._store.write_observed(document)
         except NameTaken:
@@ -119,8 +118,13 @@ class Reporter:
             self._dirty.set()
         else:
             self._sequence += 1
-            self._last, self._last_at = document, time.monotonic()
+            self._last, self._last_at = document, _now()
             self._on_written(self._last_at - begun)
+
+
+def _now() -> float:
+    """Return the seconds of the event loop's clock, which a simulation makes."""
+    return asyncio.get_running_loop().time()
 
 
 def _without_steps(document: Observed) -> tuple[Any, ...]:
