@@ -250,6 +250,8 @@ class GangPreempting(LogEvent, frozen=True, kw_only=True, gc=False):
     grace_s: float
     #: the waiting job that gets the room: it is kept for it (State.earmarks)
     beneficiary: str = ""
+    #: it is to have another place at once, which is kept for it as well
+    moved: bool = False
 
 
 @_event("gang_resizing")

@@ -367,6 +367,9 @@ def _gang_preempting(state: State, e: ev.GangPreempting, index: int, epoch: int,
         part.acknowledged = False
     # The ranks may take as long again to die after their deadline as they had before it.
     _earmark(state, job, e.beneficiary, e.deadline_ms + int(e.grace_s * 1000), index, at_ms)
+    if e.moved:
+        _earmark(state, job, job.id, e.deadline_ms + int(e.grace_s * 1000), index, at_ms)
+        job.evicted_for = e.beneficiary
     _enter(state, job, "preempting", index, at_ms)
 
 

@@ -385,6 +385,8 @@ class Scratch:
         self.queue_dirty = True
         #: log time of the last look at the queues
         self.looked_ms = 0
+        #: log time at which moves were last sought (policy/moves.py)
+        self.moves_ms = -1 << 60
         #: log time at which a reservation was last planned, by job (policy/reserve.py)
         self.planned: dict[str, int] = {}
         #: jobs on which the rules failed, and how: for the shell to report

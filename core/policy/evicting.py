@@ -64,7 +64,8 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
         jobs = [j for j in jobs if not any(r.place is not None and r.place.node.name in closed for r in j.ranks)]
     mark = world.checkpoint()
     admitting = world.let_in(job)
-    if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate).run(chunk):
+    moves_count = world.options.no_thrash and action != "consolidate"
+    if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate, moves_count).run(chunk):
         world.rollback(mark)
         return False
     wrong = rises(world, job, mark, action)

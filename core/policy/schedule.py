@@ -1,13 +1,12 @@
 """The passes, run on the mirror of the state: what they decide, as events.
 
-    state ─▶ mirror ─▶ allocate, backfill, reclaim, preempt, grow, reserve ─▶ gang_placed, gang_preempting, gang_resizing, gang_reserved,
-                                                                              gangs_deferred
+    state ─▶ mirror ─▶ allocate, backfill, consolidate, reclaim, preempt, grow, reserve
+                           ─▶ gang_placed, gang_preempting, gang_resizing, gangs_deferred, gang_reserved
 
 A gang that has to make room gives up what it can do without (`gang_resizing`, resize.py), if that is enough. Otherwise it is asked to leave
 (`gang_preempting`), with its own grace; it is queued again when it has left, and then competes for a place in the order of the queues. What it
 leaves is earmarked for the gang that it makes room for (earmarks.py). Gangs are placed whole by construction, so there are no stale ones to
-evict. Consolidation is left out: it would restart gangs that nobody else is entitled to disturb, and that is worth it only where the loss of
-their work is known.
+evict. Gangs are moved for others (consolidate.py) only where the loss of their work is known, and is worth it (moves.py).
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from gangline.core.policy.earmarks import earmarked
 from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
 from gangline.core.policy.mirror import Mirror
+from gangline.core.policy.moves import AGAIN_MS as MOVES_AGAIN_MS
+from gangline.core.policy.moves import Moves
 from gangline.core.policy.nodes import Place
 from gangline.core.policy.profile import Profile
 from gangline.core.policy.refusals import Refusal
@@ -30,7 +31,7 @@ from gangline.core.policy.session import run_session
 from gangline.core.policy.waiting import Tail
 
 #: the passes that change the cluster, in order
-PASSES: tuple[Action, ...] = ("allocate", "reclaim", "preempt", "grow")
+PASSES: tuple[Action, ...] = ("allocate", "consolidate", "reclaim", "preempt", "grow")
 #: waiting gangs are looked at again after this time although nothing has happened: the protection of those that run may have ended
 LOOK_AGAIN_MS = 15_000
 #: why a gang is asked to leave, by the pass that needs its place
@@ -59,7 +60,11 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
             mirror.world.holds = holds_of(state, profile)
             mirror.world.losses, mirror.world.ledger = Losses(state, now_ms), Ledger(state, now_ms)
             waiting = mirror.world.waiting_groups()
-            decisions = run_session(mirror.world, PASSES, mirror.placer) if waiting else Decisions()
+            mirror.world.moves = moves = Moves(state, now_ms) if now_ms - state.scratch.moves_ms >= MOVES_AGAIN_MS else None
+            passes = PASSES if moves is not None and moves.movable else [p for p in PASSES if p != "consolidate"]
+            if moves is not None:
+                state.scratch.moves_ms = now_ms
+            decisions = run_session(mirror.world, passes, mirror.placer) if waiting else Decisions()
             state.scratch.withheld |= {job.name: why for job, why in decisions.withheld.items()}
             events = _events(state, mirror, decisions, now_ms)
             if all(isinstance(e, ev.GangsDeferred) for e in events):
@@ -132,8 +137,10 @@ def _working(state: State, mirror: Mirror, job: Job, engine: gangs.Job) -> sizes
 def _evicted(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) -> list[ev.LogEvent]:
     """Gangs that make room: with what they can do without, if that is enough, or whole."""
     causes: dict[gangs.Job, tuple[Action, str]] = {}
+    moved: dict[gangs.Job, bool] = {}
     for e in decisions.evictions:
         causes.setdefault(e.rank.job, (e.action, e.beneficiary))
+        moved[e.rank.job] = moved.get(e.rank.job, True) and e.moved
     out: list[ev.LogEvent] = []
     for engine, (action, beneficiary) in causes.items():
         job_id = engine.name
@@ -155,7 +162,7 @@ def _evicted(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) ->
             out.append(
                 ev.GangPreempting(
                     job=job_id, generation=job.generation, cause=cause, message=message, deadline_ms=deadline_ms, grace_s=grace_s,
-                    beneficiary=beneficiary,
+                    beneficiary=beneficiary, moved=moved[engine],
                 )
             )  # fmt: skip
     return out

@@ -39,7 +39,7 @@ _GIVEN_UP = (RankState.EVICTED, RankState.WITHDRAWN)
 class VictimSearch:
     """Looks for victims for one waiting job. `offered` gives the slices in victim order."""
 
-    def __init__(self, world: World, placer: Placer, job: Job, offered: Iterator[Slice], validate: Validate) -> None:
+    def __init__(self, world: World, placer: Placer, job: Job, offered: Iterator[Slice], validate: Validate, moves_count: bool) -> None:
         self._world = world
         self._placer = placer
         self._job = job
@@ -47,6 +47,8 @@ class VictimSearch:
         self._validate = validate
         self._slices: list[Slice] = []
         self._budget = world.options.simulations
+        #: who is moved loses as well, as far as the pass is concerned
+        self._moves_count = moves_count
         self._size = 0
 
     def run(self, chunk: list[Rank]) -> bool:
@@ -164,7 +166,7 @@ class VictimSearch:
             models: dict[str, int] = {}
             for rank, charged, model in zip(step.ranks, step.vectors, step.models, strict=True):
                 evicted = evicted or rank.state in _GIVEN_UP
-                if put_back(rank) or (rank.state is RankState.EVICTED and self._world.options.no_thrash):
+                if put_back(rank) or (rank.state is RankState.EVICTED and self._moves_count):
                     g, c, m = g + charged[0], c + charged[1], m + charged[2]
                     if model:
                         models[model] = models.get(model, 0) + charged[0]

@@ -28,6 +28,7 @@ from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, 
 from gangline.core.policy.holds import Hold, Holds
 from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
+from gangline.core.policy.moves import Moves
 from gangline.core.policy.nodes import Node, NodeSpec, Place
 from gangline.core.policy.queues import Queue, QueueSpec
 from gangline.core.policy.requests import GPU, ZERO, Request, Vector, add, mig_gpus, subtract
@@ -107,6 +108,8 @@ class World:
         self.ledger: Ledger | None = None
         #: room that is kept from some
         self.holds = Holds([])
+        #: what may be moved, and what that is worth; None: anything that can be preempted
+        self.moves: Moves | None = None
         #: names of jobs that are served before all others (earmarks.py)
         self.first: tuple[str, ...] = ()
         #: the jobs that wait, in groups

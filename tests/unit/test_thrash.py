@@ -13,8 +13,9 @@ from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import Preemption
 from gangline.core.model.state import State
 
-#: of half a minute each: longer than grace and protection together
+#: of some minutes each: longer than grace, protection and the rest between two moves together
 ROUNDS = 40
+STEP_S = 120.0
 #: at the end of which nobody is asked to leave any more
 QUIET = 8
 
@@ -154,7 +155,10 @@ def play(c: Judged, rng: random.Random, by_model: bool) -> None:
     for _ in range(ROUNDS):
         check_limits(c)
         before = len(c.log)
-        c.at(30)
+        for job in c.state.running:
+            if c.job(job).state == "running" and rng.random() < 0.5:
+                c.add(ev.CheckpointReported(job=job, generation=c.job(job).generation, step=1, path="/c"))
+        c.at(STEP_S)
         made_for = list(c.state.earmarks)
         c.now += 10_000
         c.cycle()
