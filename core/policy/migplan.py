@@ -164,6 +164,12 @@ def cost(place: Place) -> tuple[int, int]:
     return len({s[0] for s in place.mig if s[0] not in node.slots_later}), total
 
 
+def has_room(node: Node) -> bool:
+    """Whether some device that is partitioned has room for one more instance of some profile, when what is leaving has left."""
+    layout = node.spec.mig_layout
+    return layout is not None and any(_room(layout, tuple(sorted(some))) for some in node.slots_later.values())
+
+
 def count(node: Node, profile: str) -> int:
     """Return how many instances of a profile there is room for on a node, when what is leaving has left."""
     layout = node.spec.mig_layout

@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from heapq import merge
 
+from gangline.core.policy.migplan import has_room
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.world import World
 
@@ -44,9 +45,9 @@ class NodeIndex:
             self._buckets.setdefault(bucket, []).append(node.index)
             self._cpu_of[node.index] = node.cpu_later
             self._cpu[1 if node.gpus else 0].append((node.cpu_later, node.index))
-            if node.sharing:
+            if _can_share(node):
                 self._sharers[node.index] = None
-            if node.slots_later:
+            if node.slots_later and has_room(node):
                 self._partitioned[node.index] = None
         for some in self._cpu:
             some.sort()
@@ -85,11 +86,11 @@ class NodeIndex:
             del line[bisect_left(line, (cpu, at))]
             insort(line, (node.cpu_later, at))
             self._cpu_of[at] = node.cpu_later
-        if node.sharing:
+        if _can_share(node):
             self._sharers[at] = None
         else:
             self._sharers.pop(at, None)
-        if node.slots_later:
+        if node.slots_later and has_room(node):
             self._partitioned[at] = None
         elif self._partitioned:
             self._partitioned.pop(at, None)
@@ -121,11 +122,15 @@ class NodeIndex:
                 yield self._members[index]
 
     def sharing(self) -> list[Node]:
-        """Return the nodes on which some device carries a share, by name."""
+        """Return the nodes on which some device carries a share and has room for more, by name."""
         self.sync()
         return [self._members[at] for at in sorted(self._sharers)]
 
     def partitioned(self) -> list[Node]:
-        """Return the nodes on which some device has MIG instances, and goes on having some, by name."""
+        """Return the nodes on which some device has MIG instances, and goes on having some, and room for more, by name."""
         self.sync()
         return [self._members[at] for at in sorted(self._partitioned)]
+
+
+def _can_share(node: Node) -> bool:
+    return any(node.dev_later[device] > 0 for device in node.sharing)
