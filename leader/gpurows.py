@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gangline.core.model.gpushares import GPU, GpuShare, MigSlice
+from gangline.core.model.gpushares import GPU, GpuShare, MigSlice, in_gpus
 from gangline.core.model.state import Node
 
 
@@ -49,7 +49,7 @@ def parted_rows(node: Node) -> list[PartedGpuRow]:
     rows = []
     for gpu, use in sorted(node.parted.items()):
         full = GPU * memory.get(gpu, 1)
-        free = None if use.mig else max(0, (full - use.amount(memory.get(gpu, 1))) * 100 // full) / 100
+        free = None if use.mig else in_gpus(max(0, (full - use.amount(memory.get(gpu, 1))) * 100 // full) * 10)
         rows.append(PartedGpuRow(gpu, free, [_instance(one) for one in use.mig]))
     return rows
 

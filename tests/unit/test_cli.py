@@ -25,7 +25,7 @@ from gangline.core.client.codes import CODES
 from gangline.core.client.commands import events as events_command
 from gangline.core.client.commands import nodes as nodes_command
 from gangline.core.client.commands import run as run_command
-from gangline.core.client.commands.read import runs
+from gangline.core.client.commands.read import gpu_words, runs
 from gangline.core.client.fieldoptions import put
 from gangline.core.model.jobfile import parse_json_spec
 from gangline.core.model.spec import ArraySpec, Dependency, Resources, TopologyRequest
@@ -452,6 +452,16 @@ def test_every_field_of_run_is_one_of_the_job_file() -> None:
         words = {"command": ["a"]}
         assert put(words, some, run_command.FIELDS)
         assert parse_json_spec(words).topology == TopologyRequest(max_skew=2, **{word: even["topology_" + word]})
+
+
+def test_parts_of_gpus_in_tables() -> None:
+    shares = [None, {"part": 0.5, "memory_mib": None, "mig": []}, {"part": 0.26, "memory_mib": 20_480, "mig": []}]
+    instances = {"part": None, "memory_mib": None, "mig": [{"gpu": 5, "profile": "1g.10gb", "start": 6}]}
+    given = [((0, 1, 2), shares[0]), ((3,), shares[1]), ((4,), shares[2]), ((5,), instances)]
+    assert gpu_words(given) == "0-2, 3 (0.5), 4 (20GiB), 5 (1g.10gb)"
+    assert (gpu_words([]), gpu_words([((), None)])) == ("-", "-")
+    parted = [{"gpu": 0, "free": 0, "mig": []}, {"gpu": 1, "free": None, "mig": instances["mig"]}]
+    assert nodes_command.parted_words(parted) == "0: 0 free, 1: 1g.10gb"
 
 
 # ---------------------------------------------------------------- reading
