@@ -32,6 +32,9 @@ class Gpu(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     #: where it hangs, as groups from the coarsest to the finest, such as (NUMA node, PCIe switch): GPUs that agree further are joined by faster
     #: links. All GPUs of a node have as many; empty: not known, or all are equally near
     links: tuple[int, ...] = ()
+    #: where it is on the host: PCI bus id (domain:bus:device.function) and NUMA node, "" and -1: not known
+    pci: str = ""
+    numa: int = -1
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -204,6 +207,58 @@ class ObservedGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     acknowledged: bool = False
 
 
+class XidCount(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """How often the driver has reported one kind of error of a GPU (an Xid, docs.nvidia.com/deploy/xid-errors) since the host was booted."""
+
+    xid: int
+    count: int
+    #: wall clock of the node at the last one
+    last_at_ms: int = 0
+
+
+class GpuReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What of a GPU is not as it should be, or has ever not been since boot. A GPU that has nothing to report has no report.
+
+    Counters only rise within one boot (they are kept on the node's disk, so an agent that is started again goes on with them), except those that
+    a reset of the GPU sets back: the leader compares them with what it has seen.
+    """
+
+    uuid: str
+    #: "lost": the driver knows it and cannot reach it any more (NVML_ERROR_GPU_IS_LOST, Xid 79); "missing": it was in this node before and the
+    #: driver does not name it now; "stale": the driver does not answer, so this is what was seen last
+    state: Literal["present", "lost", "missing", "stale"] = "present"
+    #: ascending by number; at most 32 of them
+    xids: tuple[XidCount, ...] = ()
+    #: ECC errors since the driver was loaded or the GPU reset (NVML: volatile)
+    ecc_corrected: int = 0
+    ecc_uncorrected: int = 0
+    #: rows of memory that were remapped for correctable and uncorrectable errors in its life; one waits for a reset; a remapping has failed
+    remapped_corrected: int = 0
+    remapped_uncorrected: int = 0
+    remap_pending: bool = False
+    remap_failed: bool = False
+    #: why it has been slowed down for the last 10 seconds at least: hw_thermal, sw_thermal, hw_power_brake, hw_slowdown; ascending
+    slowed: tuple[str, ...] = ()
+    #: errors of all its NVLinks since the driver was loaded (replay, recovery, CRC), and links that were up once and are down now
+    nvlink_errors: int = 0
+    nvlinks_down: int = 0
+    #: what the driver itself says that it needs: gpu_reset, node_reboot, drain_p2p, drain_and_reset, ...; "" for nothing
+    needs: str = ""
+
+
+class DriverReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """How the driver of the GPUs is. None where the node has no GPUs of its own to ask about, or they are well."""
+
+    #: "silent": it has not answered within its time; "failed": it has crashed or refuses. Either way GPUs of this node are given to nobody new, and
+    #: what runs goes on
+    state: Literal["answers", "silent", "failed"]
+    message: str = ""
+    #: wall clock of the node at which it came into this state
+    since_ms: int = 0
+    #: how often the process that asks it was started again
+    restarts: int = 0
+
+
 class Observed(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The value of `nodes/<id>/observed`. `desired_index` and `epoch` say which desired document it has acted on."""
 
@@ -215,4 +270,7 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     desired_index: int
     epoch: int
     gangs: tuple[ObservedGang, ...] = ()
+    #: GPUs with something to report, by their index on the node, those that are missing last; written at most once in ten seconds for what only counts
+    gpus: tuple[GpuReport, ...] = ()
+    driver: DriverReport | None = None
     version: int = VERSION
