@@ -249,8 +249,8 @@ class GpuReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class DriverReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How the driver of the GPUs is. None where the node has no GPUs of its own to ask about, or they are well."""
 
-    #: "silent": it has not answered within its time; "failed": it has crashed or refuses. Either way GPUs of this node are given to nobody new, and
-    #: what runs goes on
+    #: "silent": it has not answered within its time; "failed": it has crashed or refuses. Either way GPUs of this node are given to nobody new,
+    #: and what runs goes on
     state: Literal["answers", "silent", "failed"]
     message: str = ""
     #: wall clock of the node at which it came into this state
@@ -270,7 +270,7 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     desired_index: int
     epoch: int
     gangs: tuple[ObservedGang, ...] = ()
-    #: GPUs with something to report, by their index on the node, those that are missing last; written at most once in ten seconds for what only counts
+    #: GPUs with something to report, by their index on the node; what only counts is written at most once in ten seconds
     gpus: tuple[GpuReport, ...] = ()
     driver: DriverReport | None = None
     version: int = VERSION
