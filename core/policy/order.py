@@ -241,8 +241,10 @@ class _Reversed:
 def waiting_order(world: World, growth: bool = False) -> JobOrder:
     """Return all jobs that wait, in order; or those that run and would grow (grow.py)."""
     order = JobOrder(world)
-    for queue, groups in world.waiting_groups().items():
-        for signature, group in groups.items():
+    waiting_groups = world.waiting_groups()
+    # In the order of their age: in which order queues came to have waiting jobs must not matter, not even to the order of refusals.
+    for queue in sorted(waiting_groups, key=lambda q: q.seq):
+        for signature, group in waiting_groups[queue].items():
             if growing(group.first) is growth:
                 order.push_group(queue, signature, group, group.vector(world.smallest_device_mib))
     # Those that room is kept for are looked at one by one: from their turn on it is kept (holds.py).
