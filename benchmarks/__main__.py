@@ -74,11 +74,22 @@ def takeover(events: int, jobs: int, as_json: bool) -> None:
 @click.option("--gpus", default=8, help="GPUs of each node.")
 @click.option("--jobs", default=10_000, help="Gangs that wait.")
 @click.option("--profile", default="", metavar="FIGURE", help="Show where the time of one figure goes; it is slower by that.")
+@click.option("--curve", is_flag=True, help="Show what single steps cost while ever more gangs wait: 1,000, 10,000 and 100,000.")
 @JSON
-def decide(nodes: int, gpus: int, jobs: int, profile: str, as_json: bool) -> None:
+def decide(nodes: int, gpus: int, jobs: int, profile: str, curve: bool, as_json: bool) -> None:
     """Decisions alone, in process: a full cluster of one-GPU jobs with many gangs waiting."""
+    from gangline.benchmarks.decide import curve as rows_of
     from gangline.benchmarks.decide import run
 
+    if curve:
+        rows = rows_of(nodes, gpus)
+        if as_json:
+            click.echo(json.dumps({"nodes": nodes, "gpus": nodes * gpus, "curve": rows}))
+            return
+        click.echo("  ".join(f"{name:>13}" for name in rows[0]))
+        for row in rows:
+            click.echo("  ".join(f"{value:>13,.2f}" if isinstance(value, float) else f"{value:>13,}" for value in row.values()))
+        return
     _show(run(nodes, gpus, jobs, profile), as_json)
 
 

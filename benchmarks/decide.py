@@ -22,6 +22,7 @@ from gangline.core.model.fold import apply, seal
 from gangline.core.model.spec import Gang, JobSpec, Resources
 from gangline.core.model.state import State
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
+from gangline.core.policy.schedule import LOOK_AGAIN_MS
 from gangline.leader.process import calm_garbage_collector
 
 #: one log entry takes so many submissions
@@ -35,6 +36,11 @@ _OLD_MS = 3_600_000
 _IDLE_ROUNDS = 50
 _GANG_ROUNDS = 40
 _PROOF_ROUNDS = 5
+#: gangs that wait, in a curve; rounds of each step there; and one-GPU places that are free meanwhile
+PENDING = (1_000, 10_000, 100_000)
+_CURVE_ROUNDS = 20
+_PLACED = 8
+_FIRST = 90
 
 
 class Cluster:
@@ -117,8 +123,47 @@ def run(nodes: int, gpus: int, jobs: int, profile: str = "") -> dict[str, Any]:
     return figures | {"nodes": nodes, "gpus": nodes * gpus, "running": len(cluster.state.running), "pending": waiting}
 
 
-def _one(gpus: int = 1, ranks: int = 1) -> JobSpec:
-    return JobSpec(("true",), gang=Gang(ranks, ranks), resources=Resources(gpus=gpus, cpus_milli=1_000))
+def curve(nodes: int, gpus: int, pending: Iterable[int] = PENDING) -> list[dict[str, Any]]:
+    """Return what single steps cost, in ms, on one full cluster while ever more gangs wait: medians, the number of nodes staying the same.
+
+    idle         a look at the queues although nothing has happened
+    submission   the cycle after one more gang was submitted, which waits
+    placement    the cycle after a gang of one GPU was submitted that is placed
+    """
+    calm_garbage_collector()
+    cluster = Cluster(nodes, gpus)
+    cluster.cycle()
+    _fill(cluster)
+    cluster.end(list(cluster.state.running)[-_PLACED:])
+    cluster.cycle()
+    rows = []
+    for count in pending:
+        _queue(cluster, count - len(cluster.state.queue))
+        cluster.cycle()
+        cluster.cycle()
+        steps = {"idle_ms": _looks_again, "submission_ms": lambda c: _joins(c, _large(c.state.submitted)), "placement_ms": _fits}
+        row: dict[str, Any] = {"pending": len(cluster.state.queue)}
+        rows.append(row | {name: statistics.median(step(cluster) for _ in range(_CURVE_ROUNDS)) * 1000 for name, step in steps.items()})
+    return rows
+
+
+def _looks_again(cluster: Cluster) -> float:
+    cluster.now += LOOK_AGAIN_MS
+    return cluster.cycle()
+
+
+def _fits(cluster: Cluster) -> float:
+    """Seconds of the cycle that places one GPU's worth before all that wait, for whom room may be kept; the gang is gone afterwards."""
+    [job] = cluster.submit([_one(priority=_FIRST)])
+    took = cluster.cycle()
+    assert cluster.state.jobs[job].state == "placed", "the gang has its place"
+    cluster.end([job])
+    cluster.cycle()
+    return took
+
+
+def _one(gpus: int = 1, ranks: int = 1, priority: int = 50) -> JobSpec:
+    return JobSpec(("true",), priority=priority, gang=Gang(ranks, ranks), resources=Resources(gpus=gpus, cpus_milli=1_000))
 
 
 def _large(number: int) -> JobSpec:
@@ -138,9 +183,10 @@ def _fill(cluster: Cluster) -> float:
 
 def _queue(cluster: Cluster, jobs: int) -> None:
     """Have gangs of many shapes wait, none of which can get a place in this measurement."""
+    before = len(cluster.state.queue)
     cluster.submit(_large(i) for i in range(jobs))
     cluster.cycle()
-    assert len(cluster.state.queue) == jobs, "every gang waits"
+    assert len(cluster.state.queue) == before + jobs, "every gang waits"
 
 
 def _idle(cluster: Cluster) -> float:

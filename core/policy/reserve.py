@@ -30,8 +30,10 @@ from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, has_mini
 from gangline.core.policy.holds import Hold, Holds, Want
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.profile import Profile
+from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import ROOM
 from gangline.core.policy.report import Decisions
+from gangline.core.policy.waiting import JobKey
 from gangline.core.policy.world import World
 
 #: gangs with a reservation at a time
@@ -93,7 +95,7 @@ def _hold(state: State, profile: Profile, job: StateJob) -> Hold:
 def reserve(world: World, placer: Placer, decisions: Decisions, profile: Profile) -> list[ev.GangReserved]:
     """Return the reservations that change after a session that has moved nobody. The world is as the session left it, and is so afterwards."""
     state, now_ms = profile.state, profile.now_ms
-    wanted = _first_blocked(decisions)
+    wanted = _first_blocked(world, decisions)
     names = {job.name: None for job in wanted} | {r.rank.job.name: None for r in decisions.reservations}
     out = [ev.GangReserved(job=name, message="others are before it") for name in state.reserved if name not in names]
     planned = {name: at_ms for name, at_ms in state.scratch.planned.items() if name in names}
@@ -121,16 +123,18 @@ def _is_due(job: StateJob, planned_ms: int | None, broken: bool, now_ms: int) ->
     return now_ms - planned_ms >= (BROKEN_MS if broken and job.reserved is not None else AGAIN_MS)
 
 
-def _first_blocked(decisions: Decisions) -> list[Job]:
-    found: dict[Job, None] = {}
+def _first_blocked(world: World, decisions: Decisions) -> list[Job]:
+    """Return who waits for room, the first of each queue, then the second of each, and so on.
+
+    That is the same whether they were refused one by one or by their shape, and so in one cycle as in the next.
+    """
+    by_queue: dict[Queue, dict[Job, JobKey]] = {}
     for jobs, why in decisions.refusals:
         first = next(iter(jobs), None)
         if first is not None and why.code in ROOM and _is_large(first):
-            for job in islice(jobs, MOST - len(found)):
-                found[job] = None
-            if len(found) >= MOST:
-                break
-    return list(found)
+            by_queue.setdefault(first.queue, {}).update((job, world.job_key(job)) for job in islice(jobs, MOST))
+    ranked = ((at, found[job], job) for found in by_queue.values() for at, job in enumerate(sorted(found, key=found.__getitem__)[:MOST]))
+    return [job for _, _, job in sorted(ranked, key=lambda r: r[:2])[:MOST]]
 
 
 def _is_large(job: Job) -> bool:
