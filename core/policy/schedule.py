@@ -71,8 +71,9 @@ def schedule(state: State, now_ms: int) -> list[ev.LogEvent]:
                 # Who moves now is not in the profile yet; the next session of the cycle, which moves nobody, sees all.
                 events += reserve(mirror.world, mirror.placer, decisions, profile)
             mirror.take_back()
-            # What was decided becomes true before the next look; the last look finds nothing.
-            state.scratch.queue_dirty = bool(events)
+            # What was decided becomes true before the next look; the last look finds nothing. Where only reasons were written, the next look
+            # would see the same world, and decide the same.
+            state.scratch.queue_dirty = not all(isinstance(e, ev.GangsDeferred) for e in events)
             return events
         except Exception as e:  # noqa: BLE001 - a job that the rules trip over must not stop all the others
             culprit = _blamed(e.__traceback__)

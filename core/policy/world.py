@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gangline.core.policy import models
-from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, put_back, waiting
+from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, charge_of, put_back, waiting
 from gangline.core.policy.holds import Hold, Holds
 from gangline.core.policy.ledger import Ledger
 from gangline.core.policy.lostwork import Losses
@@ -242,11 +242,14 @@ class World:
         job.uniform = first if all(r.request is first for r in job.ranks) else None
         job.shape = self._shape_of(job)
         job.plain = all(r.request.affinity is None for r in job.ranks) and not _constrained(job)
-        for rank in job.ranks:
-            if rank.request.affinity is not None:
-                self.affine[rank] = None
-            state, place = (places or {}).get(rank.index, (RankState.PENDING, None))
-            self._introduce(rank, state, place)
+        if not all(r.request.affinity is None for r in job.ranks):
+            self.affine |= {r: None for r in job.ranks if r.request.affinity is not None}
+        placed = places or {}
+        for rank in job.ranks if placed else ():
+            if rank.index in placed:
+                self._introduce(rank, *placed[rank.index])
+        idle = [r for r in job.ranks if r.index not in placed]
+        job.queue.waiting = add(job.queue.waiting, charge_of(idle, self.smallest_device_mib))
         self.waiting.changed[job] = None
 
     def _introduce(self, rank: Rank, state: RankState, place: Place | None) -> None:
@@ -269,8 +272,13 @@ class World:
     def remove_job(self, name: str) -> None:
         """Forget a job, with everything that its ranks hold. Not within a session."""
         job = self.jobs.pop(name)
-        for rank in job.ranks:
+        idle = [r for r in job.ranks if waiting(r)]
+        job.queue.waiting = subtract(job.queue.waiting, charge_of(idle, self.smallest_device_mib))
+        for rank in idle:
+            rank.state = RankState.SUCCEEDED
+        for rank in job.ranks if len(idle) < len(job.ranks) else ():
             self.leave(rank, RankState.SUCCEEDED)
+        for rank in job.ranks if self.affine else ():
             self.affine.pop(rank, None)
         self.waiting.forget(job)
 
