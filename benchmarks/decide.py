@@ -22,7 +22,6 @@ from gangline.core.model.fold import apply, seal
 from gangline.core.model.spec import Gang, JobSpec, Resources
 from gangline.core.model.state import State
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
-from gangline.core.policy.schedule import LOOK_AGAIN_MS
 from gangline.leader.process import calm_garbage_collector
 
 #: one log entry takes so many submissions
@@ -148,7 +147,7 @@ def curve(nodes: int, gpus: int, pending: Iterable[int] = PENDING) -> list[dict[
 
 
 def _looks_again(cluster: Cluster) -> float:
-    cluster.now += LOOK_AGAIN_MS
+    cluster.state.scratch.queue_dirty = True
     return cluster.cycle()
 
 
