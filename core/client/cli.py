@@ -48,6 +48,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "undrain": ("nodes", "End a drain."),
         "reservation": ("reservation", "Keep nodes or GPUs for somebody, or for maintenance."),
         "explain": ("explain", "Explain a code of an error or a reason."),
+        "simulate": ("simulate", "Replay a trace in virtual time through the scheduling policy."),
         "scenario": ("scenario", "Check the scheduling policy against scenario files."),
     },
     "Run it yourself": {
@@ -184,7 +185,7 @@ def _say(error: Exception) -> int:
         click.echo(f"gangline: {error}. [GL-2002]", err=True)
         return exits.UNREACHABLE
     problems = getattr(error, "lines", None)
-    if type(error).__name__ == "BadJob" and callable(problems):
+    if type(error).__name__ in ("BadJob", "BadTrace") and callable(problems):
         click.echo("\n".join(problems()), err=True)
         return exits.USAGE
     text = " ".join(str(error).split())

@@ -63,6 +63,19 @@ CODES: dict[str, tuple[str, str, str]] = {
     ),
     "GL-1110": ("too many or too long", "A list, a mapping or a text is longer than its limit.", "Put it into a file that the command reads."),
     "GL-1111": ("characters that cannot be", "NUL, half a surrogate pair, or control characters in a path.", "Remove them."),
+    # -------------------------------------------------------- traces
+    "GL-1201": ("the trace cannot be read", "It is not there, not UTF-8, or damaged.", "Look at the file; unpack it if in doubt."),
+    "GL-1202": (
+        "columns that are needed are not there",
+        "The first line of the table names the columns; some that the format needs are missing, or named twice.",
+        "Compare the first line with the format in docs/simulate.md.",
+    ),
+    "GL-1203": (
+        "not a row of the table",
+        "The line has more or fewer cells than there are columns, or a quote that does not end.",
+        "Look at the line; a comma inside a cell needs quotes around the cell.",
+    ),
+    "GL-1204": ("a cell that cannot be", "The value is of another kind, or out of the bounds that the message says.", "Correct the cell."),
     # -------------------------------------------------------- the command
     "GL-2000": ("internal error", "A fault in gangline itself.", "Run the command with --debug and report what it prints."),
     "GL-2001": (
