@@ -16,7 +16,6 @@ from gangline.core.simulate.reading import Table
 GPU = 1000
 #: more GPUs than one node has
 _MOST_GPUS = 1024
-_MOST = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def read_nodes(path: Path) -> list[OpenbNode]:
         if name in names:
             row.bad("sn", "is there twice")
         names.add(name)
-        out.append(OpenbNode(name, row.integer("cpu_milli", 0, _MOST), row.integer("memory_mib", 0, _MOST), gpus, row.string("model", "")))
+        out.append(OpenbNode(name, row.integer("cpu_milli"), row.integer("memory_mib"), gpus, row.string("model", "")))
     table.finish()
     return out
 
@@ -74,7 +73,7 @@ def read_tasks(path: Path) -> list[OpenbTask]:
         if gpus > 1 and 1 < milli < GPU:
             row.bad("gpu_milli", f"must be {GPU} for {gpus} GPUs: only a single GPU is shared")
         models = tuple(sorted({part for each in row.string("gpu_spec", "").split("|") if (part := each.strip())}))
-        cpu, memory = row.integer("cpu_milli", 0, _MOST), row.integer("memory_mib", 0, _MOST)
+        cpu, memory = row.integer("cpu_milli"), row.integer("memory_mib")
         out.append(OpenbTask(name, cpu, memory, gpus, milli if gpus else 0, models))
     table.finish()
     return out
