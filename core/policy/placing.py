@@ -65,7 +65,7 @@ class Placer:
     def _too_many(self, job: Job, chunk: list[Rank]) -> bool:
         """Whether it takes no more than counting free devices to see that the chunk does not fit."""
         request = job.uniform
-        if request is None or job.single is None or not job.plain or not (request.plain and request.count):
+        if len(chunk) < 2 or request is None or job.single is None or not job.plain or not (request.plain and request.count):
             return False
         return self.index.room_for(request.count) < len(chunk)
 

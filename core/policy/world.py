@@ -250,7 +250,10 @@ class World:
                 self._introduce(rank, *placed[rank.index])
         idle = [r for r in job.ranks if r.index not in placed]
         job.queue.waiting = add(job.queue.waiting, charge_of(idle, self.smallest_device_mib))
-        self.waiting.changed[job] = None
+        if any(waiting(r) for r in job.ranks):
+            self.waiting.changed[job] = None
+        else:
+            self.waiting.changed.pop(job, None)
 
     def _introduce(self, rank: Rank, state: RankState, place: Place | None) -> None:
         rank.state = state

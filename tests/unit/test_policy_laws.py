@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gangline.core.policy import placing
 from gangline.core.policy.audit import violations
 from gangline.core.policy.fairshare import Claim, divide
 from gangline.core.policy.gangs import Constraint, Job, Podset, PodsetGroup, Rank, RankState
@@ -346,6 +348,20 @@ def test_the_index_finds_the_best_node(plan: Plan, steps: int) -> None:
             world.bind(rank, found[0])
         elif found is not None:
             world.reserve(rank, found[0])
+
+
+@given(plans())
+@SETTINGS
+def test_equal_ranks_placed_together_are_placed_as_one_by_one(plan: Plan) -> None:
+    plan, placed = warmed(plan)
+    together = told(run_session(build(plan, placed)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placing, "by_index", lambda _world, _request: False)
+        patch.setattr(Placer, "_too_many", lambda _self, _job, _chunk: False)
+        one_by_one = told(run_session(build(plan, placed)))
+    assert together[:3] == one_by_one[:3]
+    # Where nodes run out of room for pods, what is short is said of the whole chunk, not of the rank that found no place.
+    assert [name for name, *_ in together[3]] == [name for name, *_ in one_by_one[3]]
 
 
 @st.composite
