@@ -55,7 +55,8 @@ def _place(world: World, placer: Placer, job: Job, chunk: list[Rank], lifted: li
     mark = world.checkpoint()
     for hold in lifted:
         world.lift(hold)
-    if closed(world, job, chunk) is None and placer.place(job, chunk, reserve_only=False) and all(r.reservation is None for r in chunk):
+    # A gang whose minimum waits for what is leaving does not start what it could have beyond that.
+    if closed(world, job, chunk) is None and placer.place(job, chunk, reserve_only=False) and all(r.reservation is None for r in job.ranks):
         for hold in lifted:
             world.cover(hold)
         return True

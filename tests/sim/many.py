@@ -1,4 +1,7 @@
-"""Play many seeds: `python tests/sim/many.py FIRST COUNT [FOLDER]`. Prints each that fails, and leaves its story in FOLDER."""
+"""Play many seeds: `python tests/sim/many.py FIRST COUNT [FOLDER]`. Prints each that fails, and leaves its story in FOLDER.
+
+Every other seed has declared queues, several users and reservations.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
-from simworld import play
+from simworld import Scenario, play
 
 from gangline.core.telemetry import setup
 
@@ -19,7 +22,7 @@ def main(first: int, count: int, folder: Path) -> int:
     for seed in range(first, first + count):
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                play(seed, Path(scratch), telemetry=telemetry)
+                play(seed, Path(scratch), Scenario(jobs=20, queues=True) if seed % 2 else Scenario(), telemetry=telemetry)
             except BaseException as e:
                 if isinstance(e, KeyboardInterrupt):
                     raise

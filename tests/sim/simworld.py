@@ -28,6 +28,7 @@ from gangline.core.model.fold import apply_frame
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
+from gangline.core.model.reservations import WHOLE, KeptNode, Reservation
 from gangline.core.model.spec import Condition, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, Role, TopologyRequest
 from gangline.core.model.state import Job, Node, State
 from gangline.core.model.statecodec import dump_state, state_digest
@@ -40,7 +41,20 @@ from gangline.core.store.recover import recover
 from gangline.core.store.watching import Timing
 from gangline.core.telemetry import Telemetry, setup, structured_logging
 from gangline.leader import snapshotter
-from gangline.leader.commands import Accepted, Administer, Command, DeclareQueues, Hold, Refused, Release, SetBrake, Stop, Submit
+from gangline.leader.commands import (
+    Accepted,
+    Administer,
+    Command,
+    DeclareQueues,
+    Hold,
+    Refused,
+    Release,
+    Reserve,
+    SetBrake,
+    Stop,
+    Submit,
+    Unreserve,
+)
 from gangline.leader.scheduler import Scheduler
 from gangline.leader.service import NotLeader, Unavailable
 
@@ -75,7 +89,7 @@ class Scenario(msgspec.Struct, frozen=True):
     stale: float = 0.02
     #: share of submissions that are arrays, wait for others, are held, or have a begin or a deadline
     conditional: float = 0.0
-    #: jobs are in declared queues and of several users; now and then the queues are declared anew, with other amounts
+    #: jobs are in declared queues and of several users; now and then the queues are declared anew, with other amounts, and nodes are reserved
     queues: bool = False
 
 
@@ -83,6 +97,7 @@ class World:
     def __init__(self, seed: int, scenario: Scenario, folder: Path, telemetry: Telemetry) -> None:
         self.rng = random.Random(seed)
         self.queue_rng = random.Random(f"{seed}-queues")
+        self.reserve_rng = random.Random(f"{seed}-reservations")
         self.role_rng = random.Random(f"{seed}-roles")
         self.scenario = scenario
         self.folder = folder
@@ -237,6 +252,28 @@ class World:
             if await self.ask(DeclareQueues(queues, leader.state.queues.index, by="operator")) is not None:
                 self.say(f"declared {queues}")
             await asyncio.sleep(self.queue_rng.choice((1.0, 20.0, 60.0)))
+
+    async def reserve(self) -> None:
+        """Keep nodes, or some of their GPUs, for maintenance or for somebody, soon and not for long; some are removed before their end."""
+        rng, number = self.reserve_rng, 0
+        while True:
+            await asyncio.sleep(rng.choice((5.0, 20.0, 60.0)))
+            leader = self.leader()
+            if leader is None or not leader.state.nodes:
+                continue
+            number += 1
+            name, maintenance = f"r{number}", rng.random() < 0.5
+            some = rng.sample(sorted(leader.state.nodes), min(len(leader.state.nodes), rng.choice((1, 1, 2))))
+            start_ms = leader.state.at_ms + rng.choice((0, 5_000, 20_000))
+            reservation = Reservation(
+                name, tuple(KeptNode(node, rng.choice((WHOLE, WHOLE, 2))) for node in some), start_ms, start_ms + rng.choice((5_000, 30_000)),
+                users=() if maintenance else ("ann",), maintenance=maintenance, deadline_s=5.0 if maintenance else 0.0,
+            )  # fmt: skip
+            if await self.ask(Reserve(reservation)) is not None:
+                self.say(f"reserved {reservation}")
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.choice((1.0, 10.0)))
+                await self.ask(Unreserve(name))
 
     def tree(self) -> tuple[QueueSpec, ...]:
         rng = self.queue_rng
@@ -416,7 +453,8 @@ class World:
         for node in self.nodes.values():
             node.start_agent()
         self.clients = [asyncio.create_task(self.client(i)) for i in range(s.jobs)]
-        trouble = [asyncio.create_task(self.adversary()), *([asyncio.create_task(self.declare())] if s.queues else [])]
+        more = [self.declare(), self.reserve()] if s.queues else []
+        trouble = [asyncio.create_task(each) for each in (self.adversary(), *more)]
         await asyncio.sleep(s.duration_s)
         for each in trouble:
             each.cancel()
@@ -470,6 +508,7 @@ class World:
         left = [f"{j.id} is {j.state} since {j.since_ms}, generation {j.generation}: {j.deferral}" for j in open_]
         left += [f"{j} holds {h} on {n.id}" for n in s.state.nodes.values() for j, h in n.holdings.items()]
         left += [f"{n.id} is {n.status}" for n in s.state.nodes.values() if n.status != "up"]
+        left += [f"{name} is reserved" for name in s.state.reservations]
         left += [f"{n.name} still has {sorted(n.gangs)}" for n in self.nodes.values() if n.gangs]
         left += [f"spec {kv.key!r}" for kv in self.cluster.mvcc.read(KEYS.jobs, KEYS.jobs[:-1] + b"0")]
         others = [o for o, _ in self.schedulers.values() if o is not s]

@@ -7,7 +7,7 @@ from policycluster import Cluster, of
 
 from gangline.core.model import events as ev
 from gangline.core.model.reservations import KeptNode, Reservation
-from gangline.core.model.spec import Preemption
+from gangline.core.model.spec import Gang, Preemption, Resources
 from gangline.core.model.statecodec import dump_state, load_state
 from gangline.core.policy.windows import LEAD_MS, choose
 
@@ -119,6 +119,22 @@ def test_some_gpus_of_a_node_are_kept() -> None:
     assert [c.job(f"j{i}").state for i in range(6)] == ["placed"] * 5 + ["queued"]
     assert c.job("hers").state == "placed"
     assert c.code("j5") == "not_enough_gpus"
+
+
+def test_a_gang_whose_minimum_waits_does_not_start_its_surplus_on_what_is_kept() -> None:
+    c = Cluster("n1", "n2")
+    for job, gpus in (("stays", 6), ("leaves", 2), ("here", 7)):
+        c.submit(job, ranks=1, gpus=gpus)
+    c.cycle()
+    c.run_all()
+    declare(c, *c.job("here").nodes(), users=("ann",))
+    c.add(ev.JobStopRequested(job="leaves"))
+    c.submit("grows", gang=Gang(3, 2), resources=Resources(gpus=1, cpus_milli=100))
+    c.at(1)
+    assert (c.job("grows").state, c.code("grows")) == ("queued", "reserved")
+    c.release()
+    c.at(1)
+    assert c.job("grows").state == "placed"
 
 
 def test_nobody_is_evicted_on_nodes_that_are_kept() -> None:
