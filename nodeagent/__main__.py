@@ -21,11 +21,14 @@ from gangline.core.store.node import NameTaken
 from gangline.core.telemetry import Log, setup, structured_logging
 from gangline.nodeagent import rankfile
 from gangline.nodeagent.connection import ConnectingNode
-from gangline.nodeagent.devices import discover
+from gangline.nodeagent.devices import Inventory, kind_of, simulated
 from gangline.nodeagent.environment import base_environment
 from gangline.nodeagent.fence import Fence
 from gangline.nodeagent.gangs import Node
+from gangline.nodeagent.gpus import GpuWatch
 from gangline.nodeagent.loop import Agent, Settings, default_node_name, state_dir_of
+from gangline.nodeagent.nvmlgpus import NvmlGpus
+from gangline.nodeagent.simgpus import SimulatedGpus
 from gangline.nodeagent.statedir import StateDir, StateError
 
 _NAME = re.compile(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")
@@ -55,13 +58,16 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
     state = StateDir(options.state_dir or state_dir_of(options.node))
     state.lock()
     boot_id = rankfile.boot_id()
-    inventory = await discover(options.gpus, state.identity())
+    gpus = _gpus(options, state, boot_id, log)
+    if gpus is not None:
+        await gpus.open()
+    inventory = gpus.inventory if gpus is not None else Inventory(reason="switched off with --gpus none")
     node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority(), options.mps_pipe)
     store = ConnectingNode(lambda: EtcdStore.connect(options.etcd, tls=_tls(options)), options.cluster, options.node)
     telemetry = setup("gangline-agent", cluster=options.cluster, node=options.node)
     for warning in telemetry.warnings:
         log.warning("telemetry", message=warning)
-    agent = Agent(_settings(options), node, state, Fence(state.root, boot_id=boot_id), store, telemetry, log)
+    agent = Agent(_settings(options), node, state, Fence(state.root, boot_id=boot_id), store, telemetry, log, gpus)
     loop = asyncio.get_running_loop()
     for s in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(s, agent.stop)
@@ -72,6 +78,21 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
         telemetry.shutdown()
         state.unlock()
     log.info("agent_stopped", node=options.node, message="its ranks were stopped" if options.stop_ranks else "its ranks go on running")
+
+
+def _gpus(options: argparse.Namespace, state: StateDir, boot_id: str, log: Log) -> GpuWatch | None:
+    """Return what looks at the GPUs of this node; None for a node that is to have none."""
+    kind = kind_of(options.gpus)
+    if kind == "none":
+        return None
+    watch = GpuWatch(kind, state.root, boot_id, log)
+    if kind == "simulated":
+        cards = simulated(options.gpus, state.identity()).gpus
+        watch.only({g.uuid for g in cards})
+        watch.backend = SimulatedGpus(cards, state.root, watch.counted, watch.happened)
+    else:
+        watch.backend = NvmlGpus(watch.happened, log, interval_s=options.gpu_interval)
+    return watch
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--node", type=_node_name, default=default_node_name(), help="name of this node (default: %(default)s)")
     add("--address", default="127.0.0.1", help="where other nodes reach ranks on this one (default: %(default)s)")
     add("--gpus", default="auto", help="auto (ask NVML), none, or sim:MODELxN such as sim:h100x8 (default: %(default)s)")
+    add("--gpu-interval", type=_interval, default=5.0, metavar="SECONDS", help="how often figures of real GPUs are read (default: %(default)s)")
     add("--mps-pipe", default="", metavar="DIR",
         help="pipe directory of the MPS control daemon of this node: ranks with a share of a GPU are held to it (default: no MPS)")
     add("--cpus", type=float, default=os.cpu_count() or 1, help="cores that ranks may be given (default: %(default)s)")
@@ -149,6 +171,13 @@ def _ttl(text: str) -> float:
     seconds = float(text)
     if not 2.0 <= seconds <= 3600.0:
         raise argparse.ArgumentTypeError(f"{text} s: a lease lives 2 to 3600 s")
+    return seconds
+
+
+def _interval(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600.0:
+        raise argparse.ArgumentTypeError(f"{text} s: 0.1 to 3600 s")
     return seconds
 
 

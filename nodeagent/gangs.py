@@ -71,8 +71,7 @@ class Gangs:
         self._changed = changed
         self._log = log
         self._ports = Ports()
-        self._gpus = {gpu.index: gpu.healthy for gpu in node.inventory.gpus}
-        self._facts = {gpu.index: gpu for gpu in node.inventory.gpus}
+        self.take_inventory(node.inventory)
         simulated = node.inventory.kind == "simulated"
         self._partitions: Partitions = SimulatedPartitions(state.root / "mig.json", node.inventory.gpus) if simulated else NoPartitions()
         self._gangs: dict[str, LocalGang] = {}
@@ -111,6 +110,11 @@ class Gangs:
         self.ranks.close()
         self._ports.close()
         await self.socket.close()
+
+    def take_inventory(self, inventory: Inventory) -> None:
+        """From now on the node has these GPUs."""
+        self._gpus = {gpu.index: gpu.healthy for gpu in inventory.gpus}
+        self._facts = {gpu.index: gpu for gpu in inventory.gpus}
 
     def take_unswept(self) -> dict[str, int]:
         """Return the forgotten gangs whose status files may be removed, with their last generation; the caller does it."""

@@ -24,9 +24,10 @@ from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import StoreError
 from gangline.core.store.node import NodeStore
 from gangline.core.telemetry import Log, Telemetry
-from gangline.nodeagent import logs
+from gangline.nodeagent import gpumetrics, logs
 from gangline.nodeagent.fence import Fence
 from gangline.nodeagent.gangs import Gangs, Node
+from gangline.nodeagent.gpus import GpuWatch
 from gangline.nodeagent.http import AgentHttp
 from gangline.nodeagent.kernel import boottime
 from gangline.nodeagent.liveness import Liveness, Verdict, ask_schedulers, patience
@@ -62,14 +63,17 @@ class Settings(msgspec.Struct, frozen=True):
 class Agent:
     """One node's agent. `run` until `stop`."""
 
-    def __init__(self, settings: Settings, node: Node, state: StateDir, fence: Fence, store: NodeStore, telemetry: Telemetry, log: Log) -> None:
-        """Use a locked state directory."""
+    def __init__(self, settings: Settings, node: Node, state: StateDir, fence: Fence, store: NodeStore, telemetry: Telemetry, log: Log,
+                 gpus: GpuWatch | None = None) -> None:
+        """Use a locked state directory. `gpus` are open; None for a node without GPUs."""
         self._settings = settings
         self._node = node
         self._state = state
         self._fence = fence
         self._store = store
         self._log = log
+        self._gpu_watch = gpus
+        self._inventory = node.inventory
         self._desired: Desired | None = None
         self._seen = state.seen()
         self._nonce = secrets.token_hex(4)
@@ -87,6 +91,9 @@ class Agent:
         self._liveness.on_unfenced = self._look.set
         self._register_metrics(telemetry)
         self._gangs.span = telemetry.span
+        if gpus is not None:
+            gpus.changed = self._gpus_changed
+            gpumetrics.register(gpus, telemetry)
 
     def stop(self) -> None:
         """Make `run` return. Ranks go on running, unless the settings say otherwise."""
@@ -97,16 +104,18 @@ class Agent:
         await self._gangs.open()
         port = await self._http.start(self._settings.listen_host, self._settings.listen_port)
         self._url = f"http://{self._settings.address}:{port}"
-        self._log.info("agent_started", node=self._node.name, url=self._url, gpus=len(self._node.inventory.gpus),
-                       inventory=self._node.inventory.reason or self._node.inventory.kind)  # fmt: skip
-        loops = (self._liveness.run, self._watch, self._reconcile, self._reporter.run, self._keep_schedulers, self._prune, self._sweep)
+        self._log.info("agent_started", node=self._node.name, url=self._url, gpus=len(self._inventory.gpus),
+                       inventory=self._inventory.reason or self._inventory.kind)  # fmt: skip
+        loops = [self._liveness.run, self._watch, self._reconcile, self._reporter.run, self._keep_schedulers, self._prune, self._sweep]
+        if self._gpu_watch is not None:
+            loops.append(self._gpu_watch.run)
         try:
             await self._run_until_stopped(loops)
         finally:
             await self._http.close()
             await self._gangs.close()
 
-    async def _run_until_stopped(self, loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...]) -> None:
+    async def _run_until_stopped(self, loops: list[Callable[[], Coroutine[Any, Any, None]]]) -> None:
         tasks = [asyncio.ensure_future(loop()) for loop in loops]
         stopped = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -210,7 +219,16 @@ class Agent:
         return Observed(
             node=self._node.name, identity=self._state.identity(), boot_id=self._node.boot_id, sequence=0,
             desired_index=self._desired.index, epoch=self._desired.epoch, gangs=gangs,
+            gpus=self._gpu_watch.reports if self._gpu_watch is not None else (), driver=self._gpu_watch.driver if self._gpu_watch else None,
         )  # fmt: skip
+
+    def _gpus_changed(self, inventory: bool) -> None:
+        """Report what is new of the GPUs; another set of them, or of those that are of use, is registered."""
+        if inventory and self._gpu_watch is not None:
+            self._inventory = self._gpu_watch.inventory
+            self._gangs.take_inventory(self._inventory)
+            self._liveness.register_again()
+        self._changed()
 
     def _written(self, seconds: float) -> None:
         self._write_seconds.record(seconds)
@@ -226,7 +244,7 @@ class Agent:
     def _registration(self) -> Registration:
         return Registration(
             node=self._node.name, identity=self._state.identity(), boot_id=self._node.boot_id, address=self._node.address,
-            agent_url=self._url, gpus=self._node.inventory.gpus, cpus_milli=self._settings.cpus_milli,
+            agent_url=self._url, gpus=self._inventory.gpus, cpus_milli=self._settings.cpus_milli,
             memory_mib=self._settings.memory_mib, labels=self._settings.labels, agent_version=self._settings.version,
             lease_ttl_s=self._settings.lease_ttl_s, session=self._session(),
         )  # fmt: skip
@@ -269,7 +287,7 @@ class Agent:
 
     def health(self) -> dict[str, object]:
         """Return what /healthz says."""
-        local = self._gangs.local
+        local, watch = self._gangs.local, self._gpu_watch
         return {
             "node": self._node.name,
             "store": "ok" if self._liveness.connected else "unreachable",
@@ -278,7 +296,9 @@ class Agent:
             "index": self._seen.index,
             "gangs": len(local.gangs),
             "ranks": sum(len(g.live) for g in local.gangs.values()),
-            "inventory": self._node.inventory.reason or f"{len(self._node.inventory.gpus)} {self._node.inventory.kind} GPUs",
+            "inventory": self._inventory.reason or f"{len(self._inventory.gpus)} {self._inventory.kind} GPUs",
+            "gpus_unusable": sum(not gpu.healthy for gpu in self._inventory.gpus),
+            "gpu_driver": watch.driver.message if watch is not None and watch.driver is not None else "",
         }
 
     def _rank_ended(self, job: str, generation: int, rank: int) -> bool:
@@ -292,8 +312,7 @@ class Agent:
         gangs.ranks.on_start_seconds = starts.record
         telemetry.gauge("gangline.agent.ranks", "Ranks by state.", lambda: _by_state(gangs.local))
         telemetry.gauge("gangline.agent.gangs", "Gangs that this node has something of.", lambda: [(len(gangs.local.gangs), {})])
-        telemetry.gauge("gangline.agent.gpus", "GPUs of this node.", lambda: [(len(node_gpus), {})])
-        node_gpus = self._node.inventory.gpus
+        telemetry.gauge("gangline.agent.gpus", "GPUs of this node.", lambda: [(len(self._inventory.gpus), {})])
         telemetry.gauge(
             "gangline.agent.fence.remaining", "Time until ranks are killed unless the lease is renewed.",
             lambda: [(self._fence.deadline - boottime(), node)], "s",

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,10 @@ from gangline.core.store.keys import Keys
 from gangline.core.store.memory import MemoryCluster, MemoryStore
 from gangline.core.store.node import NameTaken, SchedulerAddress, StoreNode
 from gangline.nodeagent import jobevents, launcher, logs, rankfile, statedir
-from gangline.nodeagent.devices import Inventory, discover, model_name, nvml_inventory, simulated
+from gangline.nodeagent.devices import simulated
 from gangline.nodeagent.environment import Here, base_environment, rank_environment
 from gangline.nodeagent.fence import Fence
+from gangline.nodeagent.gpunames import model_name
 from gangline.nodeagent.liveness import ask_schedulers, margin
 from gangline.nodeagent.ranklog import RankLog
 from gangline.nodeagent.specs import Specs
@@ -53,24 +53,6 @@ def test_simulated_nodes_may_be_mixed():
 def test_bad_gpu_options_are_refused(option: str):
     with pytest.raises(ValueError, match="--gpus"):
         simulated(option, "me")
-
-
-async def test_no_driver_is_an_empty_inventory_with_a_reason():
-    def broken() -> tuple[Gpu, ...]:
-        raise RuntimeError("driver not loaded")
-
-    assert await nvml_inventory(broken) == Inventory(reason="NVML: RuntimeError: driver not loaded")
-    assert (await nvml_inventory(lambda: ())).reason == "NVML reports no GPU"
-    assert (await discover("none", "me")).gpus == ()
-    gpu = Gpu(0, "GPU-1", "H100", 81_559)
-    assert await nvml_inventory(lambda: (gpu,)) == Inventory((gpu,), "nvml")
-
-
-async def test_a_driver_that_hangs_does_not_hang_the_agent():
-    begun = time.monotonic()
-    found = await nvml_inventory(lambda: time.sleep(3) or (), timeout_s=0.05)  # type: ignore[func-returns-value]
-    assert "did not answer" in found.reason
-    assert time.monotonic() - begun < 1.0
 
 
 @pytest.mark.parametrize(
