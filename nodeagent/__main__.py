@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from gangline.core.model.problems import BadJob
 from gangline.core.model.units import parse_size
 from gangline.core.store.endpoints import TlsFiles
 from gangline.core.store.etcd import EtcdStore
 from gangline.core.store.node import NameTaken
 from gangline.core.telemetry import Log, setup, structured_logging
-from gangline.nodeagent import rankfile
+from gangline.nodeagent import cgroups, nodefile, rankfile
 from gangline.nodeagent.connection import ConnectingNode
 from gangline.nodeagent.devices import Inventory, kind_of, simulated
 from gangline.nodeagent.environment import base_environment
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StateError, OSError) as e:
         log.error("cannot_start", node=options.node, message=str(e))
         return EXIT_STATE
-    except ValueError as e:
+    except (ValueError, BadJob) as e:
         log.error("bad_option", message=str(e))
         return EXIT_USAGE
     return 0
@@ -58,11 +59,13 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
     state = StateDir(options.state_dir or state_dir_of(options.node))
     state.lock()
     boot_id = rankfile.boot_id()
+    rules = nodefile.load(options.config)
+    layout = cgroups.delegate(cgroups.here()) if rules.ranks.cgroups else cgroups.Layout(reason="switched off")
     gpus = _gpus(options, state, boot_id, log)
     if gpus is not None:
         await gpus.open()
     inventory = gpus.inventory if gpus is not None else Inventory(reason="switched off with --gpus none")
-    node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority(), options.mps_pipe)
+    node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority(), options.mps_pipe, rules, layout)
     store = ConnectingNode(lambda: EtcdStore.connect(options.etcd, tls=_tls(options)), options.cluster, options.node)
     telemetry = setup("gangline-agent", cluster=options.cluster, node=options.node)
     for warning in telemetry.warnings:
@@ -112,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cpus", type=float, default=os.cpu_count() or 1, help="cores that ranks may be given (default: %(default)s)")
     add("--memory", type=_memory, default=_memory_mib(), help="memory that ranks may be given, such as 64GiB (default: this machine's)")
     add("--labels", action="append", type=_label, default=[], metavar="KEY=VALUE", help="a label of this node; may be repeated")
+    add("--config", type=Path, metavar="FILE", help="what this node does about isolation, containers and volumes: see docs/nodes.md")
     add("--state-dir", type=Path, help="where this agent keeps its state and logs (default: /var/lib/gangline/NODE)")
     add("--lease-ttl", type=_ttl, default=8.0, metavar="SECONDS", help="time after which a silent node is lost (default: %(default)s)")
     add("--listen", type=_listen, default=("127.0.0.1", 0), metavar="HOST:PORT", help="where logs and metrics are served (default: 127.0.0.1:0)")

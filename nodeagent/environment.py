@@ -11,6 +11,7 @@ from gangline.core.model.documents import DesiredGang, DesiredRank, DesiredRole,
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.core.model.roles import of_role
 from gangline.core.model.spec import JobSpec
+from gangline.nodeagent.isolation import User
 
 
 class Here(msgspec.Struct, frozen=True):
@@ -60,6 +61,13 @@ def base_environment(agent: Mapping[str, str], user: str, home: str, shell: str)
         "SHELL": shell,
         "LANG": "C.UTF-8",
     }
+
+
+def user_environment(base: dict[str, str], user: User | None) -> dict[str, str]:
+    """Return what every rank of this user gets; None: of the agent's own."""
+    if user is None:
+        return base
+    return {**base, "HOME": user.home, "USER": user.name, "LOGNAME": user.name, "SHELL": user.shell}
 
 
 def _torch(gang: DesiredGang, rank: DesiredRank, here: Here) -> dict[str, str]:

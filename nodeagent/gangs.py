@@ -24,11 +24,16 @@ from gangline.core.store.api import StoreError
 from gangline.core.telemetry import Log, SpanKind
 from gangline.nodeagent import jobevents
 from gangline.nodeagent.adoption import RankStatus, local_rank, stored_statuses
+from gangline.nodeagent.cgroups import Layout
 from gangline.nodeagent.devices import Inventory
-from gangline.nodeagent.environment import Here, rank_environment
+from gangline.nodeagent.drivers.choice import Drivers
+from gangline.nodeagent.drivers.driver import Site
+from gangline.nodeagent.environment import Here, rank_environment, user_environment
+from gangline.nodeagent.isolation import Refused
 from gangline.nodeagent.jobsocket import JobSocket, RankRef
 from gangline.nodeagent.launcher import Launch, Launcher
 from gangline.nodeagent.local import Local, LocalGang, LocalRank
+from gangline.nodeagent.nodefile import NodeRules
 from gangline.nodeagent.partitions import NoPartitions, Partitions, SimulatedPartitions
 from gangline.nodeagent.ports import Ports
 from gangline.nodeagent.ranks import Ranks
@@ -55,6 +60,10 @@ class Node(msgspec.Struct, frozen=True):
     nice: int = 0
     #: where ranks with a share of a GPU find the MPS control daemon, "" when there is none
     mps_pipe: str = ""
+    #: what its operator says of isolation, containers and volumes
+    rules: NodeRules = NodeRules()
+    #: the control groups that ranks may be put in
+    layout: Layout = Layout()
 
 
 class Gangs:
@@ -81,7 +90,9 @@ class Gangs:
         self._unswept: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._drivers = Drivers(Site(node.rules, node.layout, state.identity(), state.root, simulated))
         self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
+        self.ranks.bury = self._drivers.bury
         self.socket = JobSocket(state.job_socket, self._on_message)
         #: opens a span around a piece of work that the log entry of this index asked for
         self.span: Callable[[SpanKind, int], contextlib.AbstractContextManager[object]] = lambda kind, index: contextlib.nullcontext()
@@ -102,6 +113,8 @@ class Gangs:
         self._adopt()
         self.ranks.open()
         await self.socket.start()
+        if self._state.is_open_to_users:
+            self._state.open_to_users()  # the new socket too
 
     async def close(self) -> None:
         """Let go of everything; ranks live on."""
@@ -242,22 +255,31 @@ class Gangs:
             if spec is None:
                 return
             self._state.make_folder(gang.job)
+            ready = await self._drivers.of(spec).prepare(gang.job, gang.generation, spec, lambda words: self._say(gang, words))
+            if ready.user is not None:
+                self._state.open_to_users()
             changed = await self._partitions.arrange(gang.ranks)
             if changed:
                 self._log.info("partitioned", gang=gang.job, made=_words(changed.made), unmade=_words(changed.unmade))
             if not self._is_preparing(gang):
                 return
             port = self._gangs[gang.job].port if continued else self._reserve(gang)
-        except (OSError, LookupError) as e:
+        except (OSError, LookupError, Refused) as e:
             if self._is_preparing(gang):
                 self._fail_prepare(gang, f"cannot prepare: {e}")
             return
         record = self._records[gang.job]
-        self._records[gang.job] = msgspec.structs.replace(record, spec=spec, tokens=_tokens(gang, record))
+        self._records[gang.job] = msgspec.structs.replace(record, spec=spec, tokens=_tokens(gang, record), ready=ready)
         address = self._node.address if port else ""
-        self._change(gang.job, phase="prepared", port=port, address=address, hang_timeout_s=spec.restart.hang_timeout_s)
+        self._change(gang.job, phase="prepared", message="", port=port, address=address, hang_timeout_s=spec.restart.hang_timeout_s)
         self._save(gang.job)
         self._log.debug("prepared", gang=gang.job, generation=gang.generation, port=port)
+
+    def _say(self, gang: DesiredGang, words: str) -> None:
+        """Tell how far preparing is."""
+        if self._is_preparing(gang) and self._gangs[gang.job].message != words:
+            self._change(gang.job, message=words)
+            self._log.info("preparing", gang=gang.job, generation=gang.generation, message=words)
 
     def _fail_prepare(self, gang: DesiredGang, message: str) -> None:
         self._change(gang.job, phase="prepare_failed", message=message)
@@ -310,18 +332,19 @@ class Gangs:
         spec, job, generation = record.spec, gang.job, r.generation
         assert spec is not None
         here = Here(
-            node=self._node.name, base=self._node.base_environment, gpus=self._facts,
+            node=self._node.name, base=user_environment(self._node.base_environment, record.ready.user), gpus=self._facts,
             simulated=self._node.inventory.kind == "simulated", socket=str(self._state.job_socket), port=self._gangs[job].port,
             events=self._state.events(job, generation), token=record.tokens[_token_key(r)],
             instances=tuple(self._partitions.uuid_of(one) for one in r.share.mig) if r.share is not None else (), mps_pipe=self._node.mps_pipe,
         )  # fmt: skip
-        return Launch(
+        launch = Launch(
             job=job, generation=generation, rank=r.rank, gpus=r.gpus, boot_id=self._node.boot_id,
             command=of_role(spec, r.role).command, env=rank_environment(gang, r, spec, here),
             workdir=spec.workdir or self._state.workdir(job, r.rank), make_workdir=not spec.workdir,
             log=f"logs/{job}/rank-{r.rank}.{generation}.log", log_part_bytes=LOG_PART_BYTES, log_parts=LOG_PARTS,
             fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, share=r.share, **_locks(r),
         )  # fmt: skip
+        return self._drivers.of(spec).box(launch, spec, r, record.ready)
 
     # ---------------------------------------------------------------- what ranks and supervisors say
 

@@ -36,7 +36,7 @@ def append_event(path: str, event: dict[str, object]) -> None:
     """Append to an events file. No space is no reason not to start or stop a rank."""
     line = msgspec.json.encode(event) + b"\n"
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             os.write(fd, line)
         finally:

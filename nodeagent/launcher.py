@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from gangline.core.model.gpushares import GpuShare
+from gangline.nodeagent.isolation import Box
 
 #: The bare interpreter knows no installed packages. This gives it ours by its right name, and nothing else of the folder a chance to
 #: stand in for a module of the standard library.
@@ -54,6 +55,8 @@ class Launch(msgspec.Struct, frozen=True):
     shared_locks: tuple[str, ...] = ()
     #: what it has of its devices, None: the whole of each
     share: GpuShare | None = None
+    #: what stands around it, None: nothing
+    box: Box | None = None
 
 
 class Launcher:

@@ -296,6 +296,7 @@ class Agent:
             "index": self._seen.index,
             "gangs": len(local.gangs),
             "ranks": sum(len(g.live) for g in local.gangs.values()),
+            "cgroups": self._node.layout.words if self._node.rules.ranks.cgroups else "off",
             "inventory": self._inventory.reason or f"{len(self._inventory.gpus)} {self._inventory.kind} GPUs",
             "gpus_unusable": sum(not gpu.healthy for gpu in self._inventory.gpus),
             "gpu_driver": watch.driver.message if watch is not None and watch.driver is not None else "",

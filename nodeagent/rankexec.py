@@ -14,6 +14,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn  # for real it would add a megabyte to the memory that each fork copies
 
+    from gangline.nodeagent.boxed import Box
+
 _DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 _SIGKILL = 9
 
@@ -40,9 +42,13 @@ def make_workdir(path: str) -> None:
 
 
 def become(
-    found: list[str], command: list[str], env: dict[str, str], workdir: str, *, devnull: int, out_w: int, exec_w: int, parent: int
-) -> NoReturn:
-    """Turn this forked process into the rank; tell the reason through `exec_w` when that fails. `found` is from `programs`."""
+    found: list[str], command: list[str], env: dict[str, str], workdir: str, *,
+    devnull: int, out_w: int, exec_w: int, parent: int, box: Box | None, private: bool,
+) -> NoReturn:  # fmt: skip
+    """Turn this forked process into the rank; tell the reason through `exec_w` when that fails. `found` is from `programs`.
+
+    `private`: the working directory is of the agent's making, and not one that the job has named.
+    """
     step = "start"
     try:
         os.setsid()
@@ -53,14 +59,29 @@ def become(
         os.dup2(out_w, 1)
         os.dup2(out_w, 2)
         _volunteer_for_oom_killer()
-        step = f"working directory {workdir}"
-        os.chdir(workdir)
+        if box is None or box["container"] is None:
+            # A container's runtime is to take it from the container, and needs its own rights for making one.
+            kernel.no_new_privileges()
+        if box is not None:
+            _enter(box, workdir, exec_w, private=private, parent=parent)
+        else:
+            step = f"working directory {workdir}"
+            os.chdir(workdir)
         step = f"command {command[0]!r}"
         _exec(found, command, env)
     except BaseException as e:  # noqa: BLE001 - whatever it is, this process must not go on as a second supervisor
         reason = e.strerror if isinstance(e, OSError) and e.strerror else repr(e)
         os.write(exec_w, f"{step}: {reason}".encode()[:4096])
     finally:
+        os._exit(127)
+
+
+def _enter(box: Box, workdir: str, exec_w: int, *, private: bool, parent: int) -> None:
+    from gangline.nodeagent import boxed
+
+    reason = boxed.enter(box, workdir, private=private, parent=parent)
+    if reason:
+        os.write(exec_w, reason.encode()[:4096])
         os._exit(127)
 
 

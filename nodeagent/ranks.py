@@ -11,7 +11,8 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,10 @@ START_TIMEOUT_S = 30.0
 #: starts that the fork server works on at the same time
 STARTS_AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
 _HINTS_BYTES = 1 << 16
+
+
+async def _nothing_to_bury(status: RankStatus) -> None:
+    """What a rank without isolation leaves."""
 
 
 class Ranks:
@@ -53,6 +58,8 @@ class Ranks:
         self._rescan: asyncio.TimerHandle | None = None
         #: called with the seconds from the request to start until the command executes
         self.on_start_seconds: Callable[[float], None] = lambda seconds: None
+        #: kills and removes what a rank has left outside of its session: control groups, a container
+        self.bury: Callable[[RankStatus], Coroutine[Any, Any, None]] = _nothing_to_bury
         self._notify_fd = -1
 
     def open(self) -> None:
@@ -164,8 +171,15 @@ class Ranks:
         newest = adoption.read_status(self._status_path(ref)) or status
         if newest.state != "exited":
             newest = adoption.orphaned(newest, self._boot_id)
+            self._spawn_burial(newest)
             adoption.save_status(self._status_path(ref), newest)
         return newest
+
+    def _spawn_burial(self, status: RankStatus) -> None:
+        if status.boot_id == self._boot_id and status.supervisor:
+            task = asyncio.get_running_loop().create_task(self.bury(status))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _on_hints(self) -> None:
         """Look where supervisors have pointed, in lines of "job generation rank"."""

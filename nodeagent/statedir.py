@@ -35,6 +35,7 @@ from gangline.core.model.documents import StopNotice
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.node import SchedulerAddress
 from gangline.nodeagent import rankfile
+from gangline.nodeagent.drivers.driver import Ready
 from gangline.nodeagent.jobsocket import PATH_BYTES_MAX
 
 #: the file of records is written anew when it has become so much larger than what is in it
@@ -66,6 +67,8 @@ class GangRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int = -1
     checkpoint_step: int = -1
     checkpoint_path: str = ""
+    #: what preparing has found out of the job's user and storage
+    ready: Ready = Ready()
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -102,6 +105,18 @@ class StateDir:
                 (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
             raise StateError(f"cannot make the state directory {self.root}: {e.strerror}; choose another one with --state-dir") from e
+
+    def open_to_users(self) -> None:
+        """Let ranks of other users than the agent's reach what is theirs: by its path only, folders stay unreadable. Raises OSError."""
+        for folder in (self._root, f"{self._root}/work", f"{self._root}/runs"):
+            os.chmod(folder, 0o711)
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(self.job_socket, 0o666)
+
+    @property
+    def is_open_to_users(self) -> bool:
+        """Whether there have been such ranks."""
+        return bool(os.stat(self._root).st_mode & stat.S_IXOTH)
 
     def lock(self) -> None:
         """Keep other agents out for as long as this process lives. Raises StateError when one is here already."""

@@ -21,6 +21,10 @@ import time
 from gangline.nodeagent import kernel, proctree, rankexec, rankfile
 from gangline.nodeagent.ranklog import RankLog
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gangline.nodeagent import boxed  # for real only by ranks that have a box: others would carry it along
+
 # Plain numbers: the enumeration's members drag many objects along, and each page that a fork touches is copied.
 _SIGCHLD, _SIGUSR1, _SIGTERM, _SIGKILL = map(int, (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL))
 
@@ -32,6 +36,8 @@ STRAY_GRACE_S = 2.0
 #: a tree that does not want to die is looked at again after this time, then after twice that, and so on up to a second
 _KILL_AGAIN_S = 0.05
 _PUBLISH_AGAIN_S = 1.0
+#: the same for what a container runtime has still to do after a container
+CONTAINER_GRACE_S = 15.0
 _READ_BYTES = 1 << 18
 _DRAIN_BYTES_MAX = 1 << 21
 _NEVER = float("inf")
@@ -79,7 +85,6 @@ def become_supervisor() -> int:
     """Prepare this freshly forked process for what it is to do from now on; return where its signals are read, see `asked_to_end`."""
     os.setsid()
     kernel.become_subreaper()
-    kernel.no_new_privileges()
     wake, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     signal.signal(_SIGCHLD, _do_nothing)
@@ -128,6 +133,11 @@ class Supervisor:
         self.publish_at = _NEVER
         self.control_offset = 0
         self.status: rankfile.Status = {}
+        #: what stands around the rank, see boxed.py; None: nothing
+        self.box: boxed.Box | None = request["box"]  # type: ignore[assignment]
+        self.container = self.box is not None and self.box["container"] is not None
+        #: what a container runtime has said last, and the kernel's count of forks that it has refused
+        self.last_words = b""
 
     def run(self) -> bool:
         """See the rank to its end. Returns whether the agent was told of it."""
@@ -185,6 +195,8 @@ class Supervisor:
                 rankexec.make_workdir(workdir)
             except OSError as e:
                 raise StartError(f"working directory {workdir}: {e.strerror}") from None
+        if self.box is not None:
+            self._make_box(self.box, workdir)
         found = rankexec.programs(command[0], env.get("PATH"))
         self.out_r, out_w = os.pipe2(os.O_CLOEXEC)
         self.exec_r, exec_w = os.pipe2(os.O_CLOEXEC)
@@ -192,7 +204,10 @@ class Supervisor:
         try:
             self.pid = os.fork()
             if self.pid == 0:
-                rankexec.become(found, command, env, workdir, devnull=self.shared.devnull, out_w=out_w, exec_w=exec_w, parent=me)
+                rankexec.become(
+                    found, command, env, workdir, devnull=self.shared.devnull, out_w=out_w, exec_w=exec_w, parent=me,
+                    box=self.box, private=bool(self.request["make_workdir"]),
+                )  # fmt: skip
         except OSError as e:
             raise StartError(f"cannot fork: {e.strerror}") from None
         finally:
@@ -200,6 +215,15 @@ class Supervisor:
             os.close(exec_w)
         os.set_blocking(self.out_r, False)
         self.status.update(pid=self.pid, pid_start=rankfile.process_start(self.pid), started_at_ms=now_ms())
+
+    def _make_box(self, box: boxed.Box, workdir: str) -> None:
+        from gangline.nodeagent import boxed
+
+        try:
+            boxed.make_groups(box)
+            boxed.give(box, workdir if self.request["make_workdir"] else "")
+        except OSError as e:
+            raise StartError(f"{e.filename or 'isolation'}: {e.strerror}") from None
 
     def _start_failed(self, message: str) -> None:
         self.gone = True
@@ -258,6 +282,8 @@ class Supervisor:
             return
         if data:
             self.log.write(data)
+            if self.container:
+                self.last_words = (self.last_words + data)[-rankfile.MESSAGE_CHARS_MAX :]
         else:
             self.poll.unregister(self.out_r)
             os.close(self.out_r)
@@ -289,7 +315,7 @@ class Supervisor:
 
     def _ask_strays(self) -> None:
         """SIGTERM, once, to what the rank's own process has left behind outside of its group."""
-        if self.ended and not self.strays_asked:
+        if self.ended and not self.strays_asked and not self.container:
             self.strays_asked = True
             proctree.signal_below(os.getpid(), _SIGTERM)
 
@@ -297,12 +323,29 @@ class Supervisor:
         self.ended = True
         self.status["exit_code"] = status if how == os.CLD_EXITED else -status
         self.status["exited_at_ms"] = now_ms()
-        if self.status["exit_code"] == -_SIGKILL and not self.status["cause"] and _oom_kills() > self.oom_kills:
-            self.status.update(cause="oom", message="killed while the kernel was out of memory")
+        if self.status["exit_code"] and not self.status["cause"] and not self.container:
+            self._blame_memory()
         if self.exec_r >= 0:
             self._on_exec()
+        if self.container:
+            # What is left is the runtime's own, which tidies up.
+            self.kill_at = min(self.kill_at, time.monotonic() + CONTAINER_GRACE_S)
+            return
         _signal_group(self.pid, _SIGTERM)
         self.kill_at = min(self.kill_at, time.monotonic() + STRAY_GRACE_S)
+
+    def _blame_memory(self) -> None:
+        """Say so if a rank that has failed was out of memory: past its own limit, or with the whole node."""
+        if self.box is not None:
+            from gangline.nodeagent import boxed
+
+            if boxed.memory_kills(self.box):
+                self.status.update(cause="oom", message=boxed.memory_message(self.box, self.status["exit_code"] == -_SIGKILL))
+                return
+            if refused := boxed.refused_forks(self.box):
+                self.status["message"] = f"the limit of processes and threads was reached, {refused} more were refused"
+        if self.status["exit_code"] == -_SIGKILL and _oom_kills() > self.oom_kills:
+            self.status.update(cause="oom", message="killed while the kernel was out of memory")
 
     # Obeying.
 
@@ -349,6 +392,10 @@ class Supervisor:
         """SIGKILL to everything that is left, again and again until it is gone: a fork may have raced us."""
         if not self.ended:
             _signal_group(self.pid, _SIGKILL)
+        if self.box is not None:
+            from gangline.nodeagent import boxed
+
+            boxed.kill_groups(self.box)
         proctree.signal_below(os.getpid(), _SIGKILL)
         self.kill_at = time.monotonic() + self.kill_pause_s
         self.kill_pause_s = min(1.0, self.kill_pause_s * 2)
@@ -382,6 +429,8 @@ class Supervisor:
 
     def _finish(self) -> bool:
         self._drain()
+        if self.box is not None:
+            self._take_box_away(self.box)
         self.log.close()
         self._close()
         self.status.update(state="exited", dropped_bytes=self.log.dropped_total)
@@ -390,6 +439,14 @@ class Supervisor:
             time.sleep(_PUBLISH_AGAIN_S)  # no space: the exit status must not be lost, so this process waits with it
         os.close(self.status_fd)
         return self.told
+
+    def _take_box_away(self, box: boxed.Box) -> None:
+        from gangline.nodeagent import boxed
+
+        if self.container and self.pid:
+            end = boxed.container_end(box)
+            boxed.explain_end(self.status, end, self.last_words.decode("utf-8", "replace"), _int(self.status["exit_code"]))
+        boxed.take_away(box)
 
     def _close(self) -> None:
         """Let go of what was the rank's, before its end is told: whoever hears of it may start the next one on the same devices at once."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from gangline.core.model import boxfields as box
 from gangline.core.model import lifefields as life
 from gangline.core.model.fields import (
     NAME,
     NAME_RULE,
+    NOTHING_LATER,
     Fields,
-    Later,
     Reading,
     boolean,
     decode,
@@ -117,6 +118,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "restart": _restart_words(spec.restart),
         "preemption": {"signal": spec.preemption.signal, "grace": duration_word(spec.preemption.grace_s)},
         "on_disconnect": spec.on_disconnect,
+        **box.words(spec),
         **life.words(spec),
     }
     return _without_empties(words)
@@ -274,12 +276,6 @@ _TOPOLOGY: Fields = {
 }
 _PREEMPTION: Fields = {"signal": ("signal", one_of(*_ASKING_SIGNALS)), "grace": ("grace_s", duration(0.0, 3600.0))}
 
-_JOB_LATER: Later = {
-    "image": "Container images (image) are not in this version; the command runs as a process on the node.",
-    "mounts": "Mounts (mounts) are not in this version; the command sees the node's own file systems.",
-    "user": "Running as another user (user) is not in this version; ranks run as the agent's user.",
-}
-
 
 def _restart(reading: Reading, at: str, value: Any) -> Restart | None:
     found = read_mapping(reading, at, value, _RESTART, {})
@@ -370,7 +366,7 @@ _JOB: Fields = {
     "elastic": ("elastic", section(Elastic, _ELASTIC)),
     "resources": ("resources", read_resources),
     "topology": ("topology", _topology),
-    "roles": ("roles", roles_reader(_ROLE, _whole_gang, _JOB_LATER)),
+    "roles": ("roles", roles_reader(_ROLE, _whole_gang, NOTHING_LATER)),
     "time_limit": ("time_limit_s", duration(1.0, 366 * DAY_S)),
     "command": ("command", _command),
     "env": ("env", _env),
@@ -384,6 +380,10 @@ _JOB: Fields = {
     "hold": ("hold", boolean),
     "begin": ("begin", life.read_moment),
     "deadline": ("deadline", life.read_moment),
+    "user": ("user", box.read_user),
+    "image": ("image", box.read_image),
+    "shm_size": ("shm_mib", box.read_shm),
+    "mounts": ("mounts", box.mounts_reader(_absolute)),
 }
 
 
@@ -393,7 +393,7 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
         message = f"{show(value)} is not a job; a job is a mapping of fields, the smallest is `command: [python, train.py]`."
         reading.refuse("", "GL-1006", message)
         return None
-    found = read_mapping(reading, "", value, _JOB, _JOB_LATER)
+    found = read_mapping(reading, "", value, _JOB)
     assert found is not None
     if value.get("roles"):
         check_beside_roles(reading, value)
@@ -411,6 +411,7 @@ def _job(reading: Reading, value: Any) -> JobSpec | None:
         found["preemptible"] = found.get("priority", 50) < PREEMPTIBLE_BELOW
     spec = JobSpec(**found)
     _check_elastic(reading, spec, value)
+    box.check(reading, spec)
     return None if reading.problems else spec
 
 

@@ -187,6 +187,16 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     at_most: int = 0
 
 
+class Mount(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What ranks see at another place than the node has it."""
+
+    #: absolute path of the node, or the name of one of its volumes, with a path below it after a slash
+    source: str
+    #: absolute path
+    target: str
+    read_only: bool = False
+
+
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One job: a gang of ranks that start together and end together.
 
@@ -226,3 +236,10 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     #: over by then or not started at all: unix time in ms, or so long after the submission; 0 for both is no deadline
     deadline_ms: int = 0
     deadline_after_s: float = 0.0
+    #: name or number of the user that ranks run as; empty: that of the agent
+    user: str = ""
+    #: container image that ranks run in; empty: they are processes of the node
+    image: str = ""
+    #: size of /dev/shm in their containers; 0: as the container runtime has it
+    shm_mib: int = 0
+    mounts: tuple[Mount, ...] = ()

@@ -227,16 +227,15 @@ async def test_failures_to_prepare_and_to_start_say_why(world: World):
     await world.registered()
     far = DesiredGang("no-device", 1, "run", (DesiredRank(0, 0, (11,), 1),), 1, 0, 1)
     await world.desire(gang(1, "bad-workdir"), far, DesiredGang("no-spec", 1, "run", (DesiredRank(0, 0, (), 1),), 1, 0, 1))
-    (rank,) = await world.until_ranks("exited", "bad-workdir")
-    assert rank.cause == "start_failed"
-    assert "/no/such/folder" in rank.message
 
     async def failed() -> bool:
-        gangs = [await world.gang("no-device"), await world.gang("no-spec")]
+        gangs = [await world.gang("bad-workdir"), await world.gang("no-device"), await world.gang("no-spec")]
         return all(g is not None and g.phase == "prepare_failed" for g in gangs)
 
     await world.until(failed)
-    one, two = await world.gang("no-device"), await world.gang("no-spec")
+    none, one, two = await world.gang("bad-workdir"), await world.gang("no-device"), await world.gang("no-spec")
+    assert none is not None
+    assert "working directory /no/such/folder: No such file" in none.message
     assert one is not None
     assert "device 11" in one.message
     assert two is not None

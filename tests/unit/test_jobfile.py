@@ -12,7 +12,19 @@ from gangline.core.model import jobfile
 from gangline.core.model.jobfile import MAX_BYTES, parse_json_spec, parse_yaml, to_json
 from gangline.core.model.jobresources import RESOURCES
 from gangline.core.model.problems import BadJob, Problem
-from gangline.core.model.spec import ArraySpec, Checkpoint, Dependency, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import (
+    ArraySpec,
+    Checkpoint,
+    Dependency,
+    Elastic,
+    Gang,
+    JobSpec,
+    Mount,
+    Preemption,
+    Resources,
+    Restart,
+    TopologyRequest,
+)
 
 DESIGN_EXAMPLE = """
 name: llama-pretrain
@@ -38,6 +50,10 @@ def refused(**fields: Any) -> list[Problem]:
     with pytest.raises(BadJob) as caught:
         parse_json_spec({"command": ["true"], **fields})
     return caught.value.problems
+
+
+def job(**fields: Any) -> JobSpec:
+    return parse_json_spec({"command": ["true"], **fields})
 
 
 def only(problems: list[Problem], pointer: str, code: str) -> Problem:
@@ -246,9 +262,58 @@ def test_b24_unknown_field() -> None:
     only(refused(**{"a/b~c": 1}), "/a~1b~0c", "GL-1101")
 
 
-@pytest.mark.parametrize("field", ["image", "mounts", "user"])
-def test_fields_of_later_versions(field: str) -> None:
-    assert "not in this version" in only(refused(**{field: "x"}), f"/{field}", "GL-1109").message
+@pytest.mark.parametrize("user", ["root", 0, "0", "000", -1, 2**32 - 1, "a b", "-x", "Ümlaut", "x" * 33])
+def test_b32_users_that_are_refused(user: object) -> None:
+    only(refused(user=user), "/user", "GL-1105")
+
+
+def test_b32_users() -> None:
+    assert job(user=1000).user == "1000"
+    assert job(user="ml-train_1").user == "ml-train_1"
+    only(refused(user=True), "/user", "GL-1102")
+
+
+@pytest.mark.parametrize("image", ["a b", "-rm", "x;rm", "$(x)", "a\nb", "x" * 600])
+def test_b41_images_that_are_refused(image: str) -> None:
+    only(refused(image=image), "/image", "GL-1105")
+
+
+def test_what_is_said_of_containers_needs_an_image() -> None:
+    assert job(image="registry.example:5000/a/b@sha256:0123", shm_size="8GiB").shm_mib == 8192
+    only(refused(shm_size="8GiB"), "/shm_size", "GL-1108")
+
+
+def test_mounts() -> None:
+    found = job(mounts=[{"source": "data/sub", "target": "/data//x/", "read_only": True}, {"source": "/scratch"}]).mounts
+    assert found == (Mount("data/sub", "/data/x", read_only=True), Mount("/scratch", "/scratch"))
+
+
+@pytest.mark.parametrize(
+    ("mount", "place", "code"),
+    [
+        ({"source": "data/../x", "target": "/d"}, "/source", "GL-1105"),
+        ({"source": "../x", "target": "/d"}, "/source", "GL-1105"),
+        ({"source": "/a/../b"}, "/source", "GL-1105"),
+        ({"source": "/a:b"}, "/source", "GL-1105"),
+        ({"source": "/a,readonly"}, "/source", "GL-1105"),
+        ({"source": "data"}, "", "GL-1103"),
+        ({"target": "/d"}, "", "GL-1103"),
+        ({"source": "data", "target": "/"}, "/target", "GL-1105"),
+        ({"source": "data", "target": "/proc/self"}, "/target", "GL-1105"),
+        ({"source": "data", "target": "/dev"}, "/target", "GL-1105"),
+        ({"source": "data", "target": "d"}, "/target", "GL-1105"),
+        ({"source": "data", "target": "/d", "ro": True}, "/ro", "GL-1101"),
+    ],
+)
+def test_mounts_that_are_refused(mount: dict[str, object], place: str, code: str) -> None:
+    only(refused(mounts=[mount]), f"/mounts/0{place}", code)
+
+
+def test_mounts_that_contradict() -> None:
+    only(refused(mounts=[{"source": "a", "target": "/d"}, {"source": "b", "target": "/d"}]), "/mounts/1/target", "GL-1108")
+    only(refused(mounts=[{"source": "a", "target": "/d", "read_only": True}], checkpoint={"path": "/d/run"}), "/checkpoint/path", "GL-1108")
+    inner = {"source": "b", "target": "/d/run"}
+    assert job(mounts=[{"source": "a", "target": "/d", "read_only": True}, inner], checkpoint={"path": "/d/run"}).checkpoint.path == "/d/run"
 
 
 @pytest.mark.parametrize(

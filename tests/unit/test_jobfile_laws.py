@@ -15,7 +15,8 @@ from gangline.core.model.units import format_duration, format_size, parse_durati
 
 WORDS = st.sampled_from(
     ["command", "name", "queue", "gang", "ranks", "min_ranks", "resources", "gpus", "gpu_model", "cpus", "memory", "time_limit", "env",
-     "workdir", "checkpoint", "path", "interval", "restart", "backoff", "initial", "signals", "fail", "preemption", "grace", "priority", "roles"]
+     "workdir", "checkpoint", "path", "interval", "restart", "backoff", "initial", "signals", "fail", "preemption", "grace", "priority", "roles",
+     "user", "image", "mounts", "source", "target", "shm_size"]
 )  # fmt: skip
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["1h", "64GiB", "SIGTERM", "/a", "gang"])
@@ -87,6 +88,9 @@ SPECS = st.fixed_dictionaries(
         "checkpoint": st.fixed_dictionaries({"path": st.just("/x"), "interval": DURATIONS}),
         "restart": st.fixed_dictionaries({}, optional={"hang_timeout": DURATIONS, "window": DURATIONS, "exit_codes": st.just({"fail": [3]})}),
         "preemption": st.fixed_dictionaries({"grace": DURATIONS, "signal": st.just("SIGUSR1")}),
+        "user": st.sampled_from(["nobody", 1000]),
+        "image": st.just("a/b:1"),
+        "mounts": st.just([{"source": "data/x", "target": "/data", "read_only": True}, {"source": "/scratch"}]),
     },
 )
 
