@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
+
 from gangline.core.model.problems import BadJob
 from gangline.core.model.units import parse_size
 from gangline.core.store.endpoints import TlsFiles
@@ -29,6 +31,7 @@ from gangline.nodeagent.gangs import Node
 from gangline.nodeagent.gpus import GpuWatch
 from gangline.nodeagent.loop import Agent, Settings, default_node_name, state_dir_of
 from gangline.nodeagent.nvmlgpus import NvmlGpus
+from gangline.nodeagent.nvmlpartitions import NvmlPartitions
 from gangline.nodeagent.simgpus import SimulatedGpus
 from gangline.nodeagent.statedir import StateDir, StateError
 
@@ -66,6 +69,8 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
         await gpus.open()
     inventory = gpus.inventory if gpus is not None else Inventory(reason="switched off with --gpus none")
     node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority(), options.mps_pipe, rules, layout)
+    if gpus is not None and inventory.kind == "nvml":
+        node = msgspec.structs.replace(node, partitions=NvmlPartitions(gpus, state.root / "mig-uuids.json", boot_id, options.mps_pipe))
     store = ConnectingNode(lambda: EtcdStore.connect(options.etcd, tls=_tls(options)), options.cluster, options.node)
     telemetry = setup("gangline-agent", cluster=options.cluster, node=options.node)
     for warning in telemetry.warnings:

@@ -64,6 +64,8 @@ class Node(msgspec.Struct, frozen=True):
     rules: NodeRules = NodeRules()
     #: the control groups that ranks may be put in
     layout: Layout = Layout()
+    #: what makes its GPUs ready for ranks, None: nothing does, or they are simulated
+    partitions: Partitions | None = None
 
 
 class Gangs:
@@ -82,7 +84,8 @@ class Gangs:
         self._ports = Ports()
         self.take_inventory(node.inventory)
         simulated = node.inventory.kind == "simulated"
-        self._partitions: Partitions = SimulatedPartitions(state.root / "mig.json", node.inventory.gpus) if simulated else NoPartitions()
+        made_up = SimulatedPartitions(state.root / "mig.json", node.inventory.gpus) if simulated else NoPartitions()
+        self._partitions: Partitions = node.partitions or made_up
         self._gangs: dict[str, LocalGang] = {}
         self._records: dict[str, GangRecord] = {}
         self._retired: dict[str, int] = {}

@@ -94,7 +94,9 @@ class Samples(msgspec.Struct, frozen=True):
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """One MIG instance as it is: its profile, the memory slices [start, start + size), and the UUID by which programs find it."""
+    """One MIG instance as it is: its profile, the memory slices [start, start + size), and the UUID by which programs find it,
+    "" for one without compute instance.
+    """
 
     profile: str
     start: int

@@ -433,7 +433,13 @@ ret nvmlGpuInstanceGetComputeInstances(void *instance, unsigned id, void **out, 
     if (*count) out[0] = one;
     return OK;
 }
-ret nvmlComputeInstanceDestroy(void *compute) { ENTER; ((Instance *)compute)->compute = 0; return OK; }
+ret nvmlComputeInstanceDestroy(void *compute) {
+    ENTER;
+    Instance *one = compute;
+    if (state->gpus[one->gpu].processes) return IN_USE;
+    one->compute = 0;
+    return OK;
+}
 ret nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *count) { GPU(device); *count = g->mig_capable ? 7 : 0; return OK; }
 ret nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **out) {
     GPU(device);

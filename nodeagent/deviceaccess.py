@@ -1,0 +1,94 @@
+"""Keeps the ranks of one control group away from GPUs that are not theirs: the kernel refuses to open their device files.
+
+An environment variable is a request, this is a wall: a rank that sets `CUDA_VISIBLE_DEVICES` itself still cannot reach another's GPU. It needs
+control groups that the agent may make: v1 with its `devices` controller, or v2, where a small BPF program is attached to the group. What is
+denied is a list of device files; everything else stays as it is. Instances of MIG on one GPU share its device file, so among them only the
+driver's own access files are a wall.
+
+Small imports: the process that stands beside a rank runs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+#: /dev/nvidia0 and so on; /dev/nvidiactl and its like have the minors from 254 on
+NVIDIA_MAJOR = 195
+
+_BPF_SYSCALL = {"x86_64": 321, "aarch64": 280}
+_PROG_LOAD, _PROG_ATTACH = 5, 8
+_CGROUP_DEVICE_PROGRAM, _CGROUP_DEVICE_ATTACH, _ALLOW_MULTI = 15, 6, 2
+_CHARACTER_DEVICE = 2
+#: conditional jumps reach so far; each device takes two instructions
+DEVICES_MAX = 4096
+
+
+def others(minors: dict[int, int], own: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the device files, as (major, minor), of GPUs that a rank does not have. `minors` are those of all GPUs of the node, by index."""
+    return tuple((NVIDIA_MAJOR, minor) for index, minor in sorted(minors.items()) if index not in own and minor >= 0)
+
+
+def deny(group: str, devices: tuple[tuple[int, int], ...]) -> None:
+    """Deny character devices to all processes that are or will be in a control group, given by its directory, of v1 or v2.
+
+    Raises OSError.
+    """
+    if os.path.exists(f"{group}/devices.deny"):
+        for major, minor in devices:
+            with open(f"{group}/devices.deny", "w", encoding="ascii") as file:
+                file.write(f"c {major}:{minor} rwm")
+    elif devices:  # the kernel takes no program with code that cannot be reached
+        _attach(group, _program(devices))
+
+
+def _program(devices: tuple[tuple[int, int], ...]) -> bytes:
+    """Return the BPF program that answers 0 for these devices and 1 for others. Its input: (kind and access, major, minor), 32 bits each."""
+    if len(devices) > DEVICES_MAX:
+        raise OSError(errno.E2BIG, f"more than {DEVICES_MAX} devices")
+    code = [
+        _op(0x61, 2, 1, 0), _op(0x61, 3, 1, 4), _op(0x61, 4, 1, 8),  # r2, r3, r4 = kind, major, minor
+        _op(0x57, 2, 0, 0, 0xFFFF),  # the kind is in the lower half
+        _op(0x55, 2, 0, 2 * len(devices), _CHARACTER_DEVICE),  # another kind: allowed
+    ]  # fmt: skip
+    for at, (major, minor) in enumerate(devices):
+        # Another major: on to the next device. This minor: denied, behind the two instructions that allow.
+        code += [_op(0x55, 3, 0, 1, major), _op(0x15, 4, 0, 2 * (len(devices) - at - 1) + 2, minor)]
+    code += [_op(0xB7, 0, 0, 0, 1), _op(0x95), _op(0xB7, 0, 0, 0, 0), _op(0x95)]
+    return b"".join(code)
+
+
+def _op(code: int, to: int = 0, source: int = 0, offset: int = 0, value: int = 0) -> bytes:
+    return struct.pack("<BBhi", code, to | source << 4, offset, value)
+
+
+def _attach(group: str, program: bytes) -> None:
+    code, licence = ctypes.create_string_buffer(program, len(program)), ctypes.create_string_buffer(b"Apache-2.0")
+    load = struct.pack(
+        "<IIQQIIQII", _CGROUP_DEVICE_PROGRAM, len(program) // 8, ctypes.addressof(code), ctypes.addressof(licence), 0, 0, 0, 0, 0
+    )
+    loaded = _bpf(_PROG_LOAD, load, "load a program that keeps devices apart")
+    try:
+        directory = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _bpf(_PROG_ATTACH, struct.pack("<IIII", directory, loaded, _CGROUP_DEVICE_ATTACH, _ALLOW_MULTI), f"attach it to {group}")
+        finally:
+            os.close(directory)
+    finally:
+        os.close(loaded)
+
+
+def _bpf(command: int, attributes: bytes, what: str) -> int:
+    number = _BPF_SYSCALL.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"cannot {what}: not known on {platform.machine()}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(attributes, len(attributes))
+    result = libc.syscall(ctypes.c_long(number), ctypes.c_int(command), buffer, ctypes.c_uint(len(attributes)))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot {what}: {os.strerror(code)}")
+    return int(result)
