@@ -156,6 +156,7 @@ class Jobs:
         if forgive and row.failures:
             row.failures.pop()
             row.in_row = max(0, row.in_row - 1)
+            row.not_before = None  # the delay was for a failure that was none
 
     def _in_row(self, row: _Row, at: Cite) -> int:
         healthy = row.running_since and at.at_ms - row.running_since >= HEALTHY_MS

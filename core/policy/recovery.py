@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import msgspec
+
 from gangline.core.model import events as ev
 from gangline.core.model.fold import row_of_failures
 from gangline.core.model.state import Job, Node, Part, Rank, State
@@ -34,7 +36,12 @@ def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     """Return the decision that the job's situation calls for now, or None."""
     step = _next_step(state, job, now_ms)
     # What a node that is away may still run (on_disconnect: keep) must not run anywhere else, until it is back or proven to be dead.
-    return None if isinstance(step, ev.GangRequeued | ev.GangPlaced | ev.GangResizing) and _is_away(state, job) else step
+    if isinstance(step, ev.GangRequeued | ev.GangPlaced | ev.GangResizing) and _is_away(state, job):
+        return None
+    # A gang that waits after a failure of its own waits as long wherever it goes on, unless that failure was none.
+    if isinstance(step, ev.GangRequeued) and not step.forgive and job.not_before_ms > max(now_ms, step.not_before_ms):
+        return msgspec.structs.replace(step, not_before_ms=job.not_before_ms)
+    return step
 
 
 def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
@@ -91,7 +98,7 @@ def _moments(state: State, job: Job) -> Iterator[int]:
     yield from admission.moments(job)
     if state.queues.ages and job.state == "queued":
         yield from ageing.next_point_ms(state, job)
-    if job.state in ("queued", "restarting"):
+    if job.state in ("queued", "restarting", "resizing"):
         yield job.not_before_ms
     if job.state == "queued":
         yield from job.avoid.values()

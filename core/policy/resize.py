@@ -112,7 +112,7 @@ def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     unfit = [p.node for p in resize.parts if not all(_is_fit(state, job, p.node, r) for r in p.ranks)]
     if unfit:
         return _another_target(state, job, unfit)
-    if not ready(job) and now_ms < job.notice.deadline_ms:
+    if (not ready(job) and now_ms < job.notice.deadline_ms) or now_ms < job.not_before_ms:
         return None
     return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=resize.parts, role_sizes=resize.role_sizes, reason=resize.message)
 

@@ -154,9 +154,10 @@ def _evicted(state: State, mirror: Mirror, decisions: Decisions, now_ms: int) ->
         if job.state == "restarting":
             out.append(
                 ev.GangRequeued(
-                    job=job_id, generation=job.generation, cause=cause, failure_class="infrastructure", message=message, beneficiary=beneficiary
+                    job=job_id, generation=job.generation, cause=cause, failure_class="infrastructure", message=message, beneficiary=beneficiary,
+                    not_before_ms=job.not_before_ms if job.not_before_ms > now_ms else 0,
                 )
-            )
+            )  # fmt: skip
         else:
             grace_s = job.spec.preemption.grace_s
             deadline_ms = int(now_ms + grace_s * 1000)

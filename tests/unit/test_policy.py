@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import msgspec
 import pytest
 
 from gangline.core.model import events as ev
@@ -11,7 +13,7 @@ from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.fold import IllegalTransition, apply, seal
 from gangline.core.model.project import project
 from gangline.core.model.queues import Amounts, QueueSpec
-from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.state import Job, State
 from gangline.core.model.statecodec import dump_state, load_state
 from gangline.core.model.topologies import Topology
@@ -911,6 +913,49 @@ def test_infrastructure_that_fails_again_and_again_is_not_restarted_in_a_spin() 
         c.now += 3_000
     assert waits == [0, 2_000, 2_000]
     assert c.job("a").failures_ms == []
+
+
+def _waits_after_two_failures(c: Cluster, **spec: Any) -> int:
+    """Return until when a gang waits that has failed twice in a row."""
+    c.submit("a", restart=Restart(backoff_initial_s=60, backoff_max_s=60), **spec)
+    for _ in range(2):
+        c.cycle()
+        c.run("a")
+        c.end("a", 0, 1)
+        c.cycle()
+    assert (c.job("a").state, c.job("a").not_before_ms) == ("restarting", c.now + 60_000)
+    return c.now + 60_000
+
+
+def test_a_gang_that_loses_its_node_while_it_waits_to_restart_waits_on() -> None:
+    c = Cluster("n1", "n2")
+    until = _waits_after_two_failures(c)
+    c.now += 1_000
+    # Long after the failure, so it is not taken for one of the node.
+    c.job("a").restart = msgspec.structs.replace(c.job("a").restart, failed_at_ms=c.now - 100_000)
+    c.add(ev.NodeLost(node=next(iter(c.job("a").parts)), cause="lease_expired", message=""))
+    requeued = only(c.cycle(), ev.GangRequeued)
+    assert isinstance(requeued, ev.GangRequeued)
+    assert (requeued.forgive, requeued.not_before_ms) == (False, until)
+    assert (c.job("a").state, c.job("a").not_before_ms) == ("queued", until)
+    c.now = until
+    assert c.cycle()
+    assert c.job("a").state == "placed"
+
+
+def test_a_gang_that_makes_room_while_it_waits_to_restart_waits_on() -> None:
+    c = Cluster("n1")
+    until = _waits_after_two_failures(c, gang=Gang(4, 2), elastic=Elastic(1.0), resources=Resources(gpus=2))
+    c.now += 1_000
+    c.submit("b", ranks=1, priority=150, preemptible=False, resources=Resources(gpus=4))
+    only(c.cycle(), ev.GangResizing)
+    assert c.job("a").state == "resizing"
+    c.now += 31_000
+    c.cycle()
+    assert (c.job("a").state, c.now < until) == ("resizing", True)
+    c.now = until
+    c.cycle()
+    assert c.job("a").state == "placed"
 
 
 def test_of_ranks_that_restart_alone_each_failure_counts() -> None:
