@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gangline.chaos.checker import quiet
+from gangline.chaos.checker.decisions import Decisions
 from gangline.chaos.checker.evidence import Entry, NodeView, Operation, RankLife
 from gangline.chaos.checker.facts import Facts, Handler
 from gangline.chaos.checker.folding import Folding
@@ -38,23 +39,28 @@ def examine(
     snapshots: Mapping[int, bytes] | None = None,
     replicas: Mapping[str, tuple[int, str]] | None = None,
     base: State | None = None,
+    decisions: bool = True,
 ) -> Report:
     """Check S1 to S16 as far as the evidence goes.
 
     `entries` are those of a log in its order, from the first one, or from the one after `base`, a state that is changed. `quiescent_after` is
     the log time (ms) by which all must be at rest: faults had ended long enough before. `snapshots` are states as bytes by index, `replicas`
     what live schedulers say of themselves, (index, state digest) by name. What is None is evidence that there is not: the report says what could
-    not be checked without it.
+    not be checked without it. `decisions`: take all decisions again, which costs twice the time that the leaders took for them.
     """
     report = Report()
     facts = Facts(keep_ends=agent_records is not None or nodes is not None)
+    again = [Decisions(report, base, move=False), Decisions(report, base, move=True)] if decisions else []
+    if not decisions:
+        for assertion in ("S14", "S15"):
+            report.gap(assertion, "decisions are not taken again")
     order = Order(report, base.index if base else 0, base.digest if base else bytes(32), base.epoch if base else 0)
     folding = Folding(report, base, snapshots, replicas)
     gangs, jobs, quotas = Gangs(report, facts), Jobs(report, facts), Quotas(report, facts)
     submissions, lives = Submissions(report, facts, client_history), Lives(report, facts, agent_records, nodes)
     if base is not None:
-        for each in (facts, gangs, jobs, quotas, submissions):
-            each.begin(base)
+        for account in (facts, gangs, jobs, quotas, submissions):
+            account.begin(base)
         report.gap("S3", f"entries 1 to {base.index}, the log begins after them")
     # The facts come last: the others look at what was true before the event.
     handlers = _dispatch(
@@ -77,9 +83,14 @@ def examine(
             at = Cite(frame.index, frame.at_ms, event)
             for handler in handlers.get(type(event), ()):
                 handler(at, event)
+        if folding.state is not None:
+            for each in again:
+                each.entry(frame)
         lives.sealed(frame.index, frame.epoch)
         at_ms = frame.at_ms
     folding.end()
+    for each in again:
+        each.end()
     submissions.end(report.last)
     lives.end(at_ms)
     quotas.end()
