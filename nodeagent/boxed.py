@@ -27,6 +27,9 @@ _TRIES = 5
 #: the time that a container runtime has to answer about one container
 RUNTIME_S = 20.0
 
+#: how catatonit and tini begin what they say about a command that they cannot execute
+_INIT_FAILED = ("ERROR (catatonit", "[FATAL tini")
+
 _CLONE_NEWNS = 0x00020000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_SLAVE = 1, 2, 4, 32, 4096, 16384, 1 << 19
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
@@ -277,6 +280,8 @@ def give(box: Box, workdir: str) -> None:
         fd = os.open(container["env_file"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.write(fd, container["env_text"].encode())
+            if owner is not None and not container["name"]:
+                os.fchown(fd, owner[0], owner[1])  # such a runtime runs as the user
         finally:
             os.close(fd)
 
@@ -325,20 +330,26 @@ def container_end(box: Box) -> tuple[int, bool, bool, str] | None:
     return int(code), killed == "true", not started.startswith("0001-"), error.strip()
 
 
-def explain_end(status: dict[str, object], end: tuple[int, bool, bool, str] | None, last_words: str, exit_code: int) -> None:
-    """Put into the status how a container ended: as the same program would have ended as a process, and in words where it never ran."""
-    if end is None or not end[2]:
-        # 125: the runtime itself has failed; 126 and 127: the command cannot be executed, or is not there.
-        if exit_code in (125, 126, 127) and not status["cause"]:
-            lines = [line.strip() for line in last_words.splitlines() if line.strip()]
-            reason = (end[3] if end is not None else "") or (lines[-1] if lines else "the container could not be made")
-            status.update(cause="start_failed", message=f"container: {reason}")
+def explain_end(status: dict[str, object], end: tuple[int, bool, bool, str] | None, last_words: str, *, oom: bool) -> None:
+    """Put into the status how a container ended: as the same program would have ended as a process, and in words where it never ran.
+
+    `oom`: the kernel has killed something for want of memory meanwhile. Runtimes notice only some of that themselves.
+    """
+    lines = [line.strip() for line in last_words.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    no_command = last.startswith(_INIT_FAILED) and bool(status["exit_code"])
+    unborn = end is None or not end[2] or no_command
+    # 125: the runtime itself has failed; 126 and 127: the command cannot be executed, or is not there.
+    if unborn and (no_command or status["exit_code"] in (125, 126, 127)) and not status["cause"]:
+        reason = (end[3] if end is not None else "") or last or "the container could not be made"
+        status.update(cause="start_failed", message=f"container: {reason}"[:500])
+    if end is None or unborn:
         return
     code, killed, _, _ = end
     # By the runtimes' convention, as a shell has it: 128 and the signal.
     status["exit_code"] = 128 - code if 128 < code <= 128 + 64 else code
-    if killed and code and not status["cause"]:
-        status.update(cause="oom", message="killed: more memory than its limit (resources.memory)")
+    if code and not status["cause"] and (killed or (oom and status["exit_code"] == -_SIGKILL)):
+        status.update(cause="oom", message="killed: more memory than its limit (resources.memory), or than the node has")
 
 
 def _run(command: list[str]) -> tuple[bool, str]:

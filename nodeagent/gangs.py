@@ -93,7 +93,7 @@ class Gangs:
         self._unswept: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._drivers = Drivers(Site(node.rules, node.layout, state.identity(), state.root, simulated))
+        self._drivers = Drivers(Site(node.rules, node.layout, state.identity(), state.root, simulated, node.base_environment))
         self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
         self.ranks.bury = self._drivers.bury
         self.socket = JobSocket(state.job_socket, self._on_message)

@@ -4,7 +4,7 @@ identity           who this node's agent is; made once
 seen               highest epoch and index of a desired document
 schedulers         how the schedulers were reached last, for when the store cannot be asked
 fence, fence.boot  see fence.py
-notify, job.sock   the doors for supervisors and for ranks
+notify, job/sock   the doors for supervisors and for ranks
 locks/gpu-<i>      locked by the supervisor whose rank holds the device, together with others when they have parts of it
 locks/gpu-<i>-<s>  locked by the supervisor whose rank holds a MIG instance with this memory slice
 mig.json           into what simulated GPUs are partitioned
@@ -96,19 +96,20 @@ class StateDir:
         self._records: dict[str, bytes] | None = None
         self._records_fd = -1
         self._records_bytes = 0
-        self.job_socket = self.root / "job.sock"
+        # In a folder of its own, which can be mounted into containers: the socket is made anew by each agent.
+        self.job_socket = self.root / "job/sock"
         size = len(os.fsencode(self.job_socket))
         if size > PATH_BYTES_MAX:
             raise StateError(f"{self.job_socket} has {size} bytes, a socket's path may have {PATH_BYTES_MAX}: use a shorter --state-dir")
         try:
-            for folder in (".", "locks", "runs", "logs", "work"):
+            for folder in (".", "job", "locks", "runs", "logs", "work"):
                 (self.root / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as e:
             raise StateError(f"cannot make the state directory {self.root}: {e.strerror}; choose another one with --state-dir") from e
 
     def open_to_users(self) -> None:
         """Let ranks of other users than the agent's reach what is theirs: by its path only, folders stay unreadable. Raises OSError."""
-        for folder in (self._root, f"{self._root}/work", f"{self._root}/runs"):
+        for folder in (self._root, f"{self._root}/job", f"{self._root}/work", f"{self._root}/runs"):
             os.chmod(folder, 0o711)
         with contextlib.suppress(FileNotFoundError):
             os.chmod(self.job_socket, 0o666)

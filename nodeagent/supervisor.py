@@ -135,8 +135,9 @@ class Supervisor:
         self.status: rankfile.Status = {}
         #: what stands around the rank, see boxed.py; None: nothing
         self.box: boxed.Box | None = request["box"]  # type: ignore[assignment]
-        self.container = self.box is not None and self.box["container"] is not None
-        #: what a container runtime has said last, and the kernel's count of forks that it has refused
+        #: it is in a container that a runtime knows by its name
+        self.container = self.box is not None and self.box["container"] is not None and bool(self.box["container"]["name"])
+        #: what such a runtime has said last
         self.last_words = b""
 
     def run(self) -> bool:
@@ -445,7 +446,7 @@ class Supervisor:
 
         if self.container and self.pid:
             end = boxed.container_end(box)
-            boxed.explain_end(self.status, end, self.last_words.decode("utf-8", "replace"), _int(self.status["exit_code"]))
+            boxed.explain_end(self.status, end, self.last_words.decode("utf-8", "replace"), oom=_oom_kills() > self.oom_kills)
         boxed.take_away(box)
 
     def _close(self) -> None:

@@ -19,6 +19,8 @@ from gangline.core.policy.sizes import present
 
 #: a node that has not prepared, or not started its ranks, in this time is charged with it; the old generation's grace comes on top
 PREPARE_TIMEOUT_MS = 60_000
+#: the same for one that may have to fetch a container image first
+IMAGE_TIMEOUT_MS = 900_000
 #: how long a gang keeps away from a node that could not prepare it
 AVOID_MS = 60_000
 #: placements in a row that fail to prepare before the job itself is blamed
@@ -313,7 +315,8 @@ def _has_done_its_part(job: Job, part: Part) -> bool:
 
 
 def _prepare_deadline(job: Job) -> int:
-    return job.placed_at_ms + PREPARE_TIMEOUT_MS + int(job.spec.preemption.grace_s * 1000)
+    timeout_ms = IMAGE_TIMEOUT_MS if job.spec.image else PREPARE_TIMEOUT_MS
+    return job.placed_at_ms + timeout_ms + int(job.spec.preemption.grace_s * 1000)
 
 
 # ---------------------------------------------------------------- 7. drain

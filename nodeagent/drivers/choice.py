@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gangline.core.model.spec import JobSpec
 from gangline.nodeagent.adoption import RankStatus
+from gangline.nodeagent.drivers.container import ContainerDriver
 from gangline.nodeagent.drivers.driver import Driver, Site
 from gangline.nodeagent.drivers.process import ProcessDriver
-from gangline.nodeagent.isolation import Refused
 
 
 class Drivers:
@@ -14,13 +14,13 @@ class Drivers:
 
     def __init__(self, site: Site) -> None:
         self._process = ProcessDriver(site)
+        self._container = ContainerDriver(site)
 
     def of(self, spec: JobSpec) -> Driver:
-        """Return the driver of a job. Raises Refused."""
-        if spec.image:
-            raise Refused("this node runs no containers")
-        return self._process
+        """Return the driver of a job."""
+        return self._container if spec.image else self._process
 
     async def bury(self, status: RankStatus) -> None:
         """Kill and remove what is left of a rank whose supervisor is gone; how it was run is not known any more."""
         await self._process.bury(status)
+        await self._container.bury(status)

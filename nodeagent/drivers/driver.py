@@ -30,6 +30,8 @@ class Site(msgspec.Struct, frozen=True):
     state: Path
     #: simulated GPUs have no devices that a container could be given
     simulated: bool
+    #: what every process of the node gets
+    base_environment: dict[str, str] = {}
 
     @property
     def base(self) -> str:
