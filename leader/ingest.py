@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gangline.core.model import events as ev
-from gangline.core.model.documents import Observed, ObservedGang, ObservedRank, Registration
-from gangline.core.model.state import Job, Part, Rank, State
+from gangline.core.model.documents import GpuReport, Observed, ObservedGang, ObservedRank, Registration
+from gangline.core.model.foldhealth import as_reported
+from gangline.core.model.health import NODE, driver_symptom, symptoms, worth_noting
+from gangline.core.model.state import Job, Node, Part, Rank, State
 
 #: at most one progress event of a gang in this time
 PROGRESS_EVERY_MS = 60_000
@@ -30,7 +32,7 @@ def registered(state: State, reg: Registration) -> list[ev.LogEvent]:
     if node is None:
         return [joined]
     known = node.registration
-    if known == reg and node.status == "up":
+    if node.status == "up" and as_reported(node) == reg:
         return []
     if known.identity == reg.identity and known.boot_id == reg.boot_id:
         return [joined]
@@ -69,7 +71,8 @@ def observed(state: State, doc: Observed, now_ms: int) -> list[ev.LogEvent]:
     if node is None or node.status != "up" or node.registration.identity != doc.identity or node.registration.boot_id != doc.boot_id:
         return []
     gangs = {g.job: g for g in doc.gangs}
-    out: list[ev.LogEvent] = []
+    # What the hardware did comes first: it explains how ranks ended.
+    out: list[ev.LogEvent] = list(_hardware(node, doc, now_ms))
     for job_id, holding in node.holdings.items():
         gang = gangs.get(job_id)
         if holding.leaving_since:
@@ -85,6 +88,28 @@ def observed(state: State, doc: Observed, now_ms: int) -> list[ev.LogEvent]:
         elif lost := tuple(_forgotten(n, r, now_ms) for n, r in part.ranks.items() if r.started and not r.exited):
             out.append(ev.RanksExited(job=job_id, node=doc.node, exits=lost))
     return out
+
+
+def _hardware(node: Node, doc: Observed, now_ms: int) -> Iterator[ev.LogEvent]:
+    reports = {report.uuid: report for report in doc.gpus}
+    for uuid, report in reports.items():
+        old = node.reports.get(uuid)
+        # "stale" says nothing new of the GPU itself: the driver does not answer, which is told apart.
+        if report.state != "stale" and worth_noting(old, report):
+            new = symptoms(old, report, _holders(node, uuid), now_ms)
+            yield ev.HealthReported(node=node.id, device=uuid, symptoms=tuple(new), report=report)
+    for uuid in node.reports:
+        if uuid not in reports and doc.driver is None and node.reports[uuid] != GpuReport(uuid=uuid):
+            yield ev.HealthReported(node=node.id, device=uuid)
+    ill = doc.driver if doc.driver is not None and doc.driver.state != "answers" else None
+    known = node.driver
+    if (ill.state if ill else "") != (known.state if known else ""):
+        yield ev.HealthReported(node=node.id, device=NODE, symptoms=(driver_symptom(ill, now_ms),) if ill else (), driver=ill)
+
+
+def _holders(node: Node, uuid: str) -> tuple[str, ...]:
+    index = next((gpu.index for gpu in node.registration.gpus if gpu.uuid == uuid), -1)
+    return tuple(job for job, held in node.holdings.items() if index in held.gpus or any(use.gpu == index for use in held.shares))
 
 
 def _gang(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -> Iterator[ev.LogEvent]:

@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from gangline.core.model.documents import Registration
+from gangline.core.model.documents import DriverReport, GpuReport, Registration
 from gangline.core.model.gpushares import GpuShare
+from gangline.core.model.health import Action, HealthState, Symptom
 from gangline.core.model.queues import QueueSpec
 from gangline.core.model.reservations import Reservation
 from gangline.core.model.spec import JobSpec
@@ -279,6 +280,8 @@ class GangResizing(LogEvent, frozen=True, kw_only=True, gc=False):
     #: as in gang_requeued
     avoid: tuple[tuple[str, int], ...] = ()
     forgive: bool = False
+    #: the cause that ranks are told, where `cause` says less: health, straggler
+    why: str = ""
 
 
 @_event("gang_requeued")
@@ -415,7 +418,57 @@ class StopAcknowledged(LogEvent, frozen=True, kw_only=True, gc=False):
     node: str
 
 
+@_event("health_reported")
+class HealthReported(LogEvent, frozen=True, kw_only=True, gc=False):
+    """Something was seen of a GPU, or of a node as a whole (`device` ""), that says how well it is; or it is seen no longer."""
+
+    node: str
+    #: its UUID
+    device: str = ""
+    #: what is new in the report (core/model/health.py)
+    symptoms: tuple[Symptom, ...] = ()
+    #: the whole report, with which the next one is compared; None: there is none, as for a GPU that has nothing to report any more
+    report: GpuReport | None = None
+    #: of a node: how the driver of its GPUs is
+    driver: DriverReport | None = None
+
+
+@_event("rank_slow")
+class RankSlow(LogEvent, frozen=True, kw_only=True, gc=False):
+    """*Decision*: a rank is slower than its gang (core/policy/stragglers.py): milliseconds for one step, and the median of all ranks."""
+
+    job: str
+    generation: int
+    rank: int
+    node: str
+    pace_ms: int
+    median_ms: int
+    #: by how many times the spread of the gang (median absolute deviation) it is slower, in tenths
+    score_tenths: int = 0
+
+
 # ---------------------------------------------------------------- administration
+
+
+@_event("health_changed")
+class HealthChanged(LogEvent, frozen=True, kw_only=True, gc=False):
+    """*Decision*: a GPU, or a node as a whole (`device` ""), is in another state of health; by the rules, or by somebody's word (`by`)."""
+
+    node: str
+    device: str = ""
+    state: HealthState
+    #: code of the symptom that decided, or "operator"
+    cause: str
+    message: str
+    #: what has to be done before it is used again
+    action: Action = ""
+    #: log time before which it does not leave this state by itself, 0: not by itself at all
+    until_ms: int = 0
+    #: the job that tests it
+    burn_in: str = ""
+    by: str = ""
+    #: what was seen before counts no longer
+    clear: bool = False
 
 
 @_event("node_administered")

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gangline.core.model import events as ev
+from gangline.core.model import foldhealth as health
 from gangline.core.model import foldlife as life
 from gangline.core.model import roles
 from gangline.core.model.accounting import account_anew, change_capacity, note_held, offers, settle
@@ -182,7 +183,7 @@ def _end_old_size(state: State, job: Job, kept: set[str], index: int, at_ms: int
     job.failures_in_row = row_of_failures(job, at_ms)
     _lose_work(state, job, job.beneficiary, at_ms)
     if resize.cause not in ("grow", "shrink") or any(r.started for p in job.parts.values() for r in p.ranks.values()):
-        cause = "resize" if resize.cause in ("grow", "shrink") else resize.cause
+        cause = resize.why or ("resize" if resize.cause in ("grow", "shrink") else resize.cause)
         _remember_restart(job, cause, "infrastructure", resize.message, resize.lost_ranks, resize.lost_nodes, at_ms)
     _end_generation(job, at_ms)
     _forget_resize(state, job, kept, index)
@@ -217,7 +218,7 @@ def _check_placement(state: State, job: Job, e: ev.GangPlaced | ev.GangResizing)
         for r in part.ranks:
             if wrong := _wrong_devices(r, leaves[leaf_of[r.rank]].resources):
                 raise IllegalTransition(e, f"rank {r.rank} of {job.id} gets {wrong}")
-        if problem := _taken_twice(node, own, part):
+        if problem := _taken_twice(_with_withdrawn(node) if job.spec.burn_in == node.id else node, own, part):
             raise IllegalTransition(e, problem)
         cpus, memory = roles.of_ranks(job.spec, [leaf_of[r.rank] for r in part.ranks])
         if cpus - (own.cpus_milli if own else 0) > node.free_cpus_milli or memory - (own.memory_mib if own else 0) > node.free_memory_mib:
@@ -237,6 +238,13 @@ def _wrong_devices(r: ev.PlacedRank, res: Resources) -> str:
             return "other than its share of one device"
         return ""
     return f"other than {res.gpus} devices" if share is not None or len(r.gpus) != res.gpus else ""
+
+
+def _with_withdrawn(node: Node) -> Node:
+    """Return the node as a test of its devices sees it: those that are withdrawn and held by nobody can be had."""
+    held = {g for h in node.holdings.values() for g in h.gpus}
+    free = tuple(g.index for g in node.registration.gpus if g.index not in held and g.index not in node.parted)
+    return msgspec.structs.replace(node, free_gpus=free)
 
 
 def _taken_twice(node: Node, own: Holding | None, part: ev.PlacedPart) -> str:
@@ -323,6 +331,8 @@ def _gang_restarting(state: State, e: ev.GangRestarting, index: int, epoch: int,
     job = _current(state, e, e.job, e.generation)
     if not job.active or job.state == "restarting":
         raise IllegalTransition(e, f"job {job.id} is {job.state}")
+    if e.cause in ("rank_failed", "hang"):
+        health.note_death(state, job, at_ms)
     _account_failure(job, e.failure_class, at_ms)
     _lose_work(state, job, "", at_ms)
     _remember_restart(job, e.cause, e.failure_class, e.message, e.lost_ranks, (), at_ms)
@@ -341,6 +351,7 @@ def _rank_restarting(state: State, e: ev.RankRestarting, index: int, epoch: int,
     ranks = [job.rank(r) for r in e.ranks]
     if not ranks or any(r is None or not r.exited for r in ranks):
         raise IllegalTransition(e, f"ranks {list(e.ranks)} have not all ended")
+    health.note_death(state, job, at_ms)
     _account_failure(job, e.failure_class, at_ms)
     _remember_restart(job, e.cause, e.failure_class, e.message, e.ranks, (), at_ms)
     if job.restart is not None:
@@ -383,7 +394,7 @@ def _gang_resizing(state: State, e: ev.GangResizing, index: int, epoch: int, at_
     if e.forgive:
         _forgive(job)
     _forget_resize(state, job, set(), index)
-    job.resize = Resize(e.parts, e.role_sizes, e.cause, e.message, e.lost_ranks, e.lost_nodes)
+    job.resize = Resize(e.parts, e.role_sizes, e.cause, e.message, e.lost_ranks, e.lost_nodes, e.why)
     leaf_of = roles.leaf_of_ranks(roles.placed(job.spec, e.role_sizes, job.resize.world_size))
     for part in e.parts:
         node = state.nodes[part.node]
@@ -397,7 +408,7 @@ def _gang_resizing(state: State, e: ev.GangResizing, index: int, epoch: int, at_
     _earmark(state, job, e.beneficiary, e.deadline_ms + int(e.grace_s * 1000), index, at_ms)
     # Ranks that have been asked already are not asked again: what they have acknowledged stays true.
     if job.notice is None or e.deadline_ms < job.notice.deadline_ms:
-        job.notice = StopNotice("resize", e.message, e.deadline_ms, e.grace_s, job.resize.world_size)
+        job.notice = StopNotice(e.why or "resize", e.message, e.deadline_ms, e.grace_s, job.resize.world_size)
     _enter(state, job, "resizing", index, at_ms)
 
 
@@ -430,6 +441,10 @@ def _gang_finished(state: State, e: ev.GangFinished, index: int, epoch: int, at_
     job = _live_job(state, e, e.job)
     if job.elements is not None and job.elements.live:
         raise IllegalTransition(e, f"{len(job.elements.live)} elements of {job.id} have not ended")
+    if e.outcome == "failed" and e.cause in ("rank_failed", "restarts_exhausted"):
+        health.note_death(state, job, at_ms)
+    if job.spec.burn_in:
+        state.scratch.unwell[job.spec.burn_in] = None
     _end_generation(job, at_ms)
     _forget_resize(state, job, set(), index)
     if job.state == "queued":
@@ -477,7 +492,9 @@ def _node_joined(state: State, e: ev.NodeJoined, index: int, epoch: int, at_ms: 
         node.status, node.joined_at_ms = "up", at_ms
     for job in node.holdings:
         state.scratch.jobs[job] = None
-    node.registration = reg
+    health.joined(node, reg)
+    if node.health:
+        state.scratch.unwell[node.id] = None
     change_capacity(state, before, offers(node), at_ms)
     _count_free(node)
     _touch_node(state, node, index)
@@ -490,6 +507,8 @@ def _node_lost(state: State, e: ev.NodeLost, index: int, epoch: int, at_ms: int)
         raise IllegalTransition(e, f"{e.node} is lost already")
     before = offers(node)
     node.status, node.lost_at_ms = "lost", at_ms
+    health.lost(node, e.cause, at_ms)
+    state.scratch.unwell[node.id] = None
     change_capacity(state, before, offers(node), at_ms)
     for job_id, holding in list(node.holdings.items()):
         job = state.jobs[job_id]
@@ -604,6 +623,36 @@ def _stop_acknowledged(state: State, e: ev.StopAcknowledged, index: int, epoch: 
     part.acknowledged = True
     if all(p.acknowledged for p in job.parts.values()):
         job.saved_at_ms = at_ms
+    _touch(state, job, index)
+
+
+def _health_reported(state: State, e: ev.HealthReported, index: int, epoch: int, at_ms: int) -> None:
+    node = _node(state, e, e.node)
+    health.reported(state, node, e)
+    for job in node.holdings:
+        state.scratch.jobs[job] = None
+    state.scratch.unwell[node.id] = None
+    node.index = index
+
+
+def _health_changed(state: State, e: ev.HealthChanged, index: int, epoch: int, at_ms: int) -> None:
+    node = _node(state, e, e.node)
+    before = offers(node)
+    health.changed(state, node, e, at_ms)
+    change_capacity(state, before, offers(node), at_ms)
+    _count_free(node)
+    for job in node.holdings:
+        state.scratch.jobs[job] = None
+    state.scratch.unwell[node.id] = None
+    _touch_node(state, node, index)
+    _capacity(state)
+
+
+def _rank_slow(state: State, e: ev.RankSlow, index: int, epoch: int, at_ms: int) -> None:
+    job = _current(state, e, e.job, e.generation)
+    if e.rank not in _part(job, e, e.node).ranks or e.rank in job.slow:
+        raise IllegalTransition(e, f"rank {e.rank} of {e.job} is not on {e.node}, or known to be slow")
+    job.slow = tuple(sorted((*job.slow, e.rank)))
     _touch(state, job, index)
 
 
@@ -761,6 +810,7 @@ def _end_generation(job: Job, at_ms: int) -> None:
     if job.running_since_ms:
         job.ran_ms += at_ms - job.running_since_ms
         job.running_since_ms = 0
+    job.slow = ()
 
 
 def _earmark(state: State, victim: Job, beneficiary: str, gone_ms: int, index: int, at_ms: int) -> None:
@@ -871,6 +921,8 @@ def _take_shares(node: Node, shares: tuple[GpuUse, ...]) -> None:
 
 def _give_back(state: State, node: Node, job: str) -> None:
     held = node.holdings.pop(job)
+    if node.health:
+        state.scratch.unwell[node.id] = None
     note_held(state, job, held, -1)
     del state.jobs[job].held_nodes[node.id]
     state.scratch.moved[job] = None
@@ -986,6 +1038,9 @@ _HANDLERS: dict[type[ev.LogEvent], Callable[[State, Any, int, int, int], None]] 
     ev.ProgressReported: _progress_reported,
     ev.CheckpointReported: _checkpoint_reported,
     ev.StopAcknowledged: _stop_acknowledged,
+    ev.HealthReported: _health_reported,
+    ev.HealthChanged: _health_changed,
+    ev.RankSlow: _rank_slow,
     ev.NodeAdministered: _node_administered,
     ev.ReservationDeclared: _reservation_declared,
     ev.ReservationBegun: _reservation_begun,

@@ -85,7 +85,7 @@ class JobStory:
             elif isinstance(event, ev.GangRequeued | ev.GangFinished):
                 self._nodes = frozenset()
             return True
-        return isinstance(event, ev.NodeLost | ev.NodeAdministered) and event.node in self._nodes
+        return isinstance(event, ev.NodeLost | ev.NodeAdministered | ev.HealthChanged) and event.node in self._nodes
 
 
 def numbers(values: Iterable[int]) -> str:
@@ -279,6 +279,32 @@ def _stop_acknowledged(e: ev.StopAcknowledged) -> str:
     return f"its ranks on {e.node} have saved and may be stopped"
 
 
+def _device(node: str, device: str) -> str:
+    return f"{device} of {node}" if device else f"node {node}"
+
+
+def _health_reported(e: ev.HealthReported) -> str:
+    if not e.symptoms:
+        well = e.report is None and (e.device or e.driver is None or e.driver.state == "answers")
+        return f"{_device(e.node, e.device)} has {'nothing more' if well else 'something else'} to report"
+    return f"{_device(e.node, e.device)}: {'; '.join(s.message for s in e.symptoms[:SHOWN])}"
+
+
+def _health_changed(e: ev.HealthChanged) -> str:
+    what = {
+        "healthy": "is healthy again", "suspect": "is suspect", "unhealthy": "is unhealthy, and given to nobody new",
+        "quarantined": "is quarantined", "repair": "is in repair", "burn_in": "is being tested",
+    }[e.state]  # fmt: skip
+    actions = {"reset_gpu": "a reset", "reboot_node": "a reboot of its node", "rma": "repair or exchange"}
+    needs = f"; it needs {actions[e.action]}" if e.action in actions and e.state in ("unhealthy", "quarantined", "repair") else ""
+    return _because(f"{_device(e.node, e.device)} {what}", e.message + needs) + _by(e.by)
+
+
+def _rank_slow(e: ev.RankSlow) -> str:
+    slower = f", {e.score_tenths / 10:g} times the spread" if e.score_tenths else ""
+    return f"rank {e.rank} on {e.node} is slow: {e.pace_ms} ms for a step, {e.median_ms} ms are usual in its gang{slower}"
+
+
 # ---------------------------------------------------------------- administration
 
 
@@ -377,6 +403,9 @@ _SENTENCES: dict[type[ev.LogEvent], Callable[[Any], str]] = {
     ev.ProgressReported: _progress_reported,
     ev.CheckpointReported: _checkpoint_reported,
     ev.StopAcknowledged: _stop_acknowledged,
+    ev.HealthReported: _health_reported,
+    ev.HealthChanged: _health_changed,
+    ev.RankSlow: _rank_slow,
     ev.NodeAdministered: _node_administered,
     ev.ReservationDeclared: _reservation_declared,
     ev.ReservationBegun: _reservation_begun,

@@ -197,6 +197,16 @@ class Mount(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     read_only: bool = False
 
 
+class Health(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What becomes of a gang whose hardware goes bad (core/policy/health.py)."""
+
+    #: "move": it is asked to checkpoint and goes on without what is bad; "restart": at once, without being asked; "warn": it is only told, and
+    #: moved when it restarts for another reason. Where its work is lost already (the GPU is gone, its memory was wrong) it never waits
+    on_unhealthy: Literal["move", "restart", "warn"] = "move"
+    #: a rank that is slower than its gang: "report" it, "replace" it, "ignore" it
+    stragglers: Literal["report", "replace", "ignore"] = "report"
+
+
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One job: a gang of ranks that start together and end together.
 
@@ -224,6 +234,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     checkpoint: Checkpoint = Checkpoint()
     restart: Restart = Restart()
     preemption: Preemption = Preemption()
+    health: Health = Health()
     #: what an isolated node does with the job: stop it in time for a new generation elsewhere, or keep it running
     on_disconnect: Literal["stop", "keep"] = "stop"
     array: ArraySpec | None = None
@@ -243,3 +254,5 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     #: size of /dev/shm in their containers; 0: as the container runtime has it
     shm_mib: int = 0
     mounts: tuple[Mount, ...] = ()
+    #: set for tests of withdrawn devices only, which the scheduler itself submits: the node that is tested
+    burn_in: str = ""

@@ -23,9 +23,10 @@ from typing import Literal
 
 import msgspec
 
-from gangline.core.model.documents import Registration, RestartNotice, StopNotice
+from gangline.core.model.documents import DriverReport, GpuReport, Registration, RestartNotice, StopNotice
 from gangline.core.model.events import Outcome, PlacedPart, ReservedPart, ResizeCause
 from gangline.core.model.gpushares import GpuShare, GpuUse, charged_milli
+from gangline.core.model.health import NODE, Ailment, Death
 from gangline.core.model.queues import QueueTree
 from gangline.core.model.reservations import Declared
 from gangline.core.model.roles import Amounts, amounts, full, leaves, placed
@@ -34,6 +35,9 @@ from gangline.core.model.usage import Usage
 
 #: version of this layout in snapshots
 STATE_VERSION = 1
+
+#: label of nodes that take no jobs of their own: a part of a gang moves there when its node is lost or unhealthy (core/policy/spares.py)
+SPARE_LABEL = "gangline.io/spare"
 
 #: finished jobs that stay in the state; older ones are only in the log and its archive
 FINISHED_KEPT = 10_000
@@ -97,6 +101,7 @@ class Resize(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     message: str
     lost_ranks: tuple[int, ...] = ()
     lost_nodes: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def world_size(self) -> int:
@@ -204,6 +209,9 @@ class Job(msgspec.Struct, omit_defaults=True, gc=False):
     #: times of the application failures that count against the budget, and how many came in a row
     failures_ms: list[int] = []
     failures_in_row: int = 0
+
+    #: ranks that were found to be slower than the others in this generation
+    slow: tuple[int, ...] = ()
 
     #: last logged step, and of which generation and when
     step: int = -1
@@ -327,6 +335,13 @@ class Node(msgspec.Struct, omit_defaults=True, gc=False):
     free_memory_mib: int = 0
     #: index of the last entry that changed it
     index: int = 0
+    #: by UUID of its GPUs, and under "" the node as a whole: those of which anything is known
+    health: dict[str, Ailment] = {}
+    #: last reports of GPUs that had something to report, by UUID, and of their driver
+    reports: dict[str, GpuReport] = {}
+    driver: DriverReport | None = None
+    #: UUIDs of GPUs that its agent says cannot be used. `registration` counts those that are withdrawn as not healthy, too
+    broken: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -334,9 +349,19 @@ class Node(msgspec.Struct, omit_defaults=True, gc=False):
         return self.registration.node
 
     @property
+    def withdrawn(self) -> bool:
+        """Whether it is withdrawn as a whole for its health."""
+        return bool(self.health) and NODE in self.health and self.health[NODE].withdrawn
+
+    @property
+    def spare(self) -> bool:
+        """Whether it is kept for gangs that lose a node (label `gangline.io/spare`)."""
+        return self.registration.labels.get(SPARE_LABEL, "").lower() not in ("", "0", "no", "false")
+
+    @property
     def schedulable(self) -> bool:
         """May take new ranks."""
-        return self.status == "up" and not self.cordoned and not self.draining
+        return self.status == "up" and not self.cordoned and not self.draining and not self.withdrawn
 
 
 class Reserved(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -389,6 +414,9 @@ class Scratch:
         self.moves_ms = -1 << 60
         #: log time at which a reservation was last planned, by job (policy/reserve.py)
         self.planned: dict[str, int] = {}
+        #: nodes whose health may ask for a decision, and a heap of (due in log ms, node): kept by policy.health
+        self.unwell: dict[str, None] = {}
+        self.health_timers: list[tuple[int, str]] = []
         #: jobs on which the rules failed, and how: for the shell to report
         self.faults: dict[str, str] = {}
         #: jobs for which an eviction was not made because it would break what the policy promises (policy/potential.py), and how
@@ -407,6 +435,7 @@ class Scratch:
         """Forget what has changed: this is a follower, and who decides looks at everything once."""
         self.jobs.clear()
         self.nodes.clear()
+        self.unwell.clear()
         self.moved.clear()
         self.moved_nodes.clear()
         self.everything_moved = True
@@ -444,6 +473,8 @@ class State(msgspec.Struct):
     reserved: dict[str, None] = {}
     #: running times of the last jobs of a kind that succeeded (core/model/runtimes.py)
     runtimes: dict[str, tuple[int, ...]] = {}
+    #: ranks that died and took their gangs with them, of each job and node the last one, oldest first (core/policy/blame.py)
+    deaths: list[Death] = []
     #: by queue of the job for whose sake it was lost: GPU time of evicted gangs since their last checkpoints
     lost_gpu_ms: dict[str, int] = {}
     #: rises when something that could help a waiting gang has changed

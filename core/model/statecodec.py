@@ -10,6 +10,7 @@ import msgspec
 from gangline.core.model.accounting import account_anew
 from gangline.core.model.codec import digest
 from gangline.core.model.foldlife import index_jobs
+from gangline.core.model.health import Death
 from gangline.core.model.queues import Declaration, QueueTree
 from gangline.core.model.reservations import Declared
 from gangline.core.model.state import STATE_VERSION, Brake, Earmark, Job, Node, State
@@ -46,6 +47,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     reserved: list[str] = []
     reservations: dict[str, Declared] = {}
     usage: Usage = msgspec.field(default_factory=Usage)
+    deaths: list[Death] = []
 
 
 def dump_state(state: State) -> bytes:
@@ -55,7 +57,7 @@ def dump_state(state: State) -> bytes:
         jobs=state.jobs, nodes=state.nodes, brake=state.brake, queues=state.queues.declaration, usage=state.usage,
         submitted=state.submitted, keys=state.keys, names=state.names, finished=list(state.finished), running=list(state.running),
         capacity_version=state.capacity_version, earmarks=state.earmarks, lost_gpu_ms=state.lost_gpu_ms,
-        runtimes=state.runtimes, reserved=list(state.reserved), reservations=state.reservations,
+        runtimes=state.runtimes, reserved=list(state.reserved), reservations=state.reservations, deaths=state.deaths,
     )  # fmt: skip
     data: bytes = msgpack.packb(msgspec.to_builtins(stored, builtin_types=(bytes,), str_keys=True), use_bin_type=True)
     return data
@@ -78,6 +80,7 @@ def load_state(data: bytes) -> State:
         names=stored.names, finished=dict.fromkeys(stored.finished), running=dict.fromkeys(stored.running),
         capacity_version=stored.capacity_version, earmarks=stored.earmarks, lost_gpu_ms=stored.lost_gpu_ms,
         runtimes=stored.runtimes, reserved=dict.fromkeys(stored.reserved), reservations=stored.reservations,
+        deaths=stored.deaths,
     )  # fmt: skip
     if state.queues.half_lives_ms and not state.usage.clocks:
         account_anew(state, QueueTree(), state.at_ms)  # stored before usage was counted

@@ -10,17 +10,17 @@ from heapq import heappop, heappush
 
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job, State
-from gangline.core.policy import recovery, resize, windows
+from gangline.core.policy import health, recovery, resize, windows
 from gangline.core.policy.schedule import LOOK_AGAIN_MS, schedule
 
 
 def decide(state: State, now_ms: int) -> list[ev.LogEvent]:
     """Return the next decisions; an empty list when nothing is left to decide at `now_ms`.
 
-    First what starts and ends by the clock (windows.py), then what placed gangs need (recovery.py), then the passes over the queues
-    (schedule.py).
+    First what starts and ends by the clock (windows.py), then which devices and nodes can be used (health.py), then what placed gangs need
+    (recovery.py), then the passes over the queues (schedule.py).
     """
-    return windows.step(state, now_ms) or recover(state, now_ms) or schedule(state, now_ms)
+    return windows.step(state, now_ms) or health.step(state, now_ms) or recover(state, now_ms) or schedule(state, now_ms)
 
 
 def recover(state: State, now_ms: int) -> list[ev.LogEvent]:
@@ -49,12 +49,14 @@ def attend_to_all(state: State) -> None:
     state.scratch.queue_dirty = True
     state.scratch.everything_moved = True
     state.scratch.poison = {}
+    health.attend_to_all(state)
 
 
 def wake(state: State, now_ms: int) -> None:
     """Look again at the jobs whose time has come."""
     if state.queue and now_ms - state.scratch.looked_ms >= LOOK_AGAIN_MS:
         state.scratch.queue_dirty = True
+    health.wake(state, now_ms)
     timers = state.scratch.timers
     while timers and timers[0][0] <= now_ms:
         job = state.jobs.get(heappop(timers)[1])
@@ -75,5 +77,5 @@ def settle(state: State, now_ms: int) -> int | None:
             heappush(timers, (due, job_id))
     state.scratch.jobs.clear()
     state.scratch.queue_dirty = False
-    moments = [timers[0][0] if timers else None, windows.due_ms(state, now_ms)]
+    moments = [timers[0][0] if timers else None, windows.due_ms(state, now_ms), health.settle(state, now_ms)]
     return min((at for at in moments if at is not None), default=None)

@@ -172,7 +172,7 @@ class Mirror:
         self.world.add_nodes(self._specs[n] for n in up)
         for name, node in up.items():
             self._nodes[name] = node
-            self._set_closed(name, not node.schedulable)
+            self._set_closed(name, not node.schedulable or node.spare)
             self._count_labels(name, 1)
         self._set_topologies()
         for job in state.jobs.values():
@@ -194,7 +194,7 @@ class Mirror:
             return
         for name in state.scratch.moved_nodes:
             if name in self._nodes:
-                self._set_closed(name, not state.nodes[name].schedulable)
+                self._set_closed(name, not state.nodes[name].schedulable or state.nodes[name].spare)
         for job_id in moved:
             if job_id in state.jobs:
                 self._add(state, state.jobs[job_id], now_ms)

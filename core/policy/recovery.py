@@ -13,8 +13,10 @@ import msgspec
 
 from gangline.core.model import events as ev
 from gangline.core.model.fold import row_of_failures
+from gangline.core.model.foldhealth import hardware_failed
+from gangline.core.model.health import NODE
 from gangline.core.model.state import Job, Node, Part, Rank, State
-from gangline.core.policy import admission, ageing, resize
+from gangline.core.policy import admission, ageing, resize, spares
 from gangline.core.policy.sizes import present
 
 #: a node that has not prepared, or not started its ranks, in this time is charged with it; the old generation's grace comes on top
@@ -30,6 +32,9 @@ _AGAIN_SO_SOON_MS = 10_000
 #: a node loss so soon after a rank failure is taken for its cause
 SAME_OUTAGE_MS = 60_000
 
+#: a rank that ended so shortly before or after its hardware failed did so for that
+HARDWARE_MS = 60_000
+
 #: causes of a rank's end that are not the application's doing (documents.ObservedRank)
 INFRASTRUCTURE_CAUSES = frozenset({"fenced", "node_restart", "lost", "stopped"})
 
@@ -37,6 +42,9 @@ INFRASTRUCTURE_CAUSES = frozenset({"fenced", "node_restart", "lost", "stopped"})
 def next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     """Return the decision that the job's situation calls for now, or None."""
     step = _next_step(state, job, now_ms)
+    if job.spec.burn_in and isinstance(step, ev.GangRequeued | ev.GangRestarting | ev.GangResizing):
+        # A test is of no use anywhere else, nor later; whoever wants it makes another one (health.py).
+        return ev.GangFinished(job=job.id, outcome="cancelled", cause=step.cause, message=step.message)
     # What a node that is away may still run (on_disconnect: keep) must not run anywhere else, until it is back or proven to be dead.
     if isinstance(step, ev.GangRequeued | ev.GangPlaced | ev.GangResizing) and _is_away(state, job):
         return None
@@ -70,7 +78,7 @@ def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     # 4. Ranks that ended badly, then a gang that is done.
     failed = _first_failure(job)
     if failed is not None:
-        return _rank_failure(job, *failed, now_ms)
+        return _rank_failure(state, job, *failed, now_ms)
     if all(r.exited for r in _ranks(job)):
         return ev.GangFinished(job=job.id, outcome="succeeded", cause="completed", message=f"all {job.world_size} ranks ended with status 0")
     # 5. Limits.
@@ -84,8 +92,8 @@ def _next_step(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
     step = _barrier(state, job, now_ms)
     if step is not None:
         return step
-    # 7. Nodes that an operator wants empty, and gangs that somebody wants back in the queue.
-    return _drain(state, job, now_ms) or _hold(job, now_ms)
+    # 7. Hardware that has gone bad under it, nodes that an operator wants empty, and gangs that somebody wants back in the queue.
+    return _unhealthy(state, job, now_ms) or _straggler(state, job, now_ms) or _drain(state, job, now_ms) or _hold(job, now_ms)
 
 
 def due_ms(state: State, job: Job, now_ms: int) -> int | None:
@@ -119,8 +127,17 @@ def _moments(state: State, job: Job) -> Iterator[int]:
 
 
 def failure_class(rank: Rank) -> ev.FailureClass:
-    """Attribute a rank's end: infrastructure only on evidence, since that is free of charge to the job."""
+    """Attribute a rank's end by itself: infrastructure only on evidence, since that is free of charge to the job."""
     return "infrastructure" if rank.cause in INFRASTRUCTURE_CAUSES else "application"
+
+
+def attributed(state: State, job: Job, number: int, rank: Rank) -> tuple[ev.FailureClass, str]:
+    """Attribute a rank's end, and say what its hardware did at the time; "" if nothing is known of that."""
+    node = next((state.nodes.get(n) for n, part in job.parts.items() if number in part.ranks), None)
+    if node is None or not node.health or job.spec.burn_in or failure_class(rank) == "infrastructure":
+        return failure_class(rank), ""
+    what = hardware_failed(node, rank, HARDWARE_MS)
+    return ("infrastructure", f"{node.id}: {what}") if what else ("application", "")
 
 
 def describe_exit(number: int, rank: Rank) -> str:
@@ -149,8 +166,10 @@ def _node_failure(state: State, job: Job, lost: list[str], now_ms: int) -> ev.Lo
     disguised = recent and job.restart is not None and job.restart.failure_class == "application" and not job.running_since_ms
     lost_ranks = tuple(r for n in lost for r in job.parts[n].ranks)
     # What is left of an elastic gang goes on at once, if it is enough.
-    smaller = resize.go_on_without(state, job, lost, "node_lost", message, now_ms, lost_ranks=lost_ranks, forgive=disguised)
-    return smaller or ev.GangRequeued(
+    # So does one for which there are spare nodes, with all of its ranks.
+    step = _replace(state, job, lost, "node_lost", message, now_ms, 0.0, lost_ranks=lost_ranks, forgive=disguised)
+    step = step or resize.go_on_without(state, job, lost, "node_lost", message, now_ms, lost_ranks=lost_ranks, forgive=disguised)
+    return step or ev.GangRequeued(
         job=job.id, generation=job.generation, cause="node_lost", failure_class="infrastructure", message=message,
         lost_ranks=lost_ranks, lost_nodes=tuple(lost), forgive=disguised,
     )  # fmt: skip
@@ -171,6 +190,9 @@ def _place_again(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
             job=job.id, generation=job.generation, cause="drain", failure_class="infrastructure",
             message="a node of the gang is being drained, so it restarts elsewhere",
         )  # fmt: skip
+    unfit = _unfit(state, job)
+    if unfit:
+        return _elsewhere(state, job, unfit)
     parts, role_sizes = present(job)
     return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=parts, reason="restart in place", role_sizes=role_sizes)
 
@@ -203,15 +225,15 @@ def _first_failure(job: Job) -> tuple[int, Rank] | None:
     return min(failed)[1:] if failed else None
 
 
-def _rank_failure(job: Job, number: int, rank: Rank, now_ms: int) -> ev.LogEvent | None:
+def _rank_failure(state: State, job: Job, number: int, rank: Rank, now_ms: int) -> ev.LogEvent | None:
     rules = job.spec.restart
-    what = describe_exit(number, rank)
-    kind = failure_class(rank)
+    kind, why = attributed(state, job, number, rank)
+    what = describe_exit(number, rank) + (f"; {why}" if why else "")
     alone = rules.on_rank_failure == "rank"
     # The first failure brings the others of its gang down; ranks that restart alone fail each for its own reason.
     failed = [(n, r) for p in job.parts.values() for n, r in p.ranks.items() if r.exited and _failed(r)] if alone else [(number, rank)]
     for n, r in failed:
-        final = _final(job, r, failure_class(r), now_ms)
+        final = _final(job, r, attributed(state, job, n, r)[0], now_ms)
         if final:
             cause, why = final
             message = f"{describe_exit(n, r)}; {why}"
@@ -319,7 +341,98 @@ def _prepare_deadline(job: Job) -> int:
     return job.placed_at_ms + timeout_ms + int(job.spec.preemption.grace_s * 1000)
 
 
-# ---------------------------------------------------------------- 7. drain
+# ---------------------------------------------------------------- 7. bad hardware, slow ranks, drain
+
+
+def _unfit(state: State, job: Job) -> dict[str, str]:
+    """Return the nodes of a gang on which something is withdrawn that it uses, with the reason; nodes that are withdrawn whole, too."""
+    found: dict[str, str] = {}
+    if job.spec.burn_in:
+        return found
+    for name, part in job.parts.items():
+        node = state.nodes.get(name)
+        if node is None or not node.health:
+            continue
+        uuids = {gpu.index: gpu.uuid for gpu in node.registration.gpus}
+        for uuid in (NODE, *dict.fromkeys(uuids[g] for r in part.ranks.values() for g in r.gpus if g in uuids)):
+            ailment = node.health.get(uuid)
+            if ailment is not None and ailment.unfit and name not in found:
+                found[name] = f"GPU {uuid} of {name}: {ailment.message}" if uuid else f"node {name}: {ailment.message}"
+    return found
+
+
+def _is_fatal(state: State, job: Job, node: str) -> bool:
+    """Whether what a gang computes on a node is lost already."""
+    there, part = state.nodes[node], job.parts[node]
+    mine = {gpu.uuid for gpu in there.registration.gpus for r in part.ranks.values() if gpu.index in r.gpus} | {NODE}
+    return any(ailment.fatal for uuid, ailment in there.health.items() if uuid in mine)
+
+
+def _unhealthy(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
+    """Move a gang off what has gone bad under it: at once where its work is lost, else with time for a checkpoint; or leave it, as it wishes."""
+    unfit = _unfit(state, job)
+    if not unfit:
+        return None
+    fatal = any(_is_fatal(state, job, node) for node in unfit)
+    if not fatal and job.spec.health.on_unhealthy == "warn":
+        return None
+    grace_s = 0.0 if fatal or job.spec.health.on_unhealthy == "restart" else job.spec.preemption.grace_s
+    message = "; ".join(unfit.values())
+    return _move_off(state, job, list(unfit), "health", message, now_ms, grace_s)
+
+
+def _straggler(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:
+    """Replace what is under a rank that is slower than its gang, if the job wants that and there is something to replace it with."""
+    if not job.slow or job.state != "running" or job.spec.health.stragglers != "replace":
+        return None
+    nodes = [name for name, part in job.parts.items() if any(r in part.ranks for r in job.slow)]
+    words = ", ".join(str(r) for r in job.slow)
+    message = f"rank {words} on {', '.join(nodes)} is slower than the others"
+    return _replace(state, job, nodes, "straggler", message, now_ms, job.spec.preemption.grace_s)
+
+
+def _move_off(state: State, job: Job, nodes: list[str], why: str, message: str, now_ms: int, grace_s: float) -> ev.LogEvent:
+    whole = [n for n in nodes if state.nodes[n].withdrawn]
+    step = _replace(state, job, whole, why, message, now_ms, grace_s)
+    if step is None and grace_s == 0.0:
+        lost_ranks = tuple(r for n in nodes for r in job.parts[n].ranks)
+        step = resize.go_on_without(state, job, whole, "node_lost", message, now_ms, lost_ranks=lost_ranks) or ev.GangRequeued(
+            job=job.id, generation=job.generation, cause=why, failure_class="infrastructure", message=message, lost_ranks=lost_ranks,
+        )  # fmt: skip
+    return step or ev.GangPreempting(
+        job=job.id, generation=job.generation, cause=why, message=message, deadline_ms=int(now_ms + grace_s * 1000), grace_s=grace_s
+    )
+
+
+def _replace(
+    state: State, job: Job, nodes: list[str], why: str, message: str, now_ms: int, grace_s: float, *,
+    lost_ranks: tuple[int, ...] = (), forgive: bool = False,
+) -> ev.LogEvent | None:  # fmt: skip
+    """Decide that the gang goes on where it is, with other GPUs or spare nodes for what is bad; None if there are none."""
+    if job.state in ("preempting", "resizing") or job.spec.burn_in or job.lingering:
+        return None
+    found = spares.replaced(state, job, nodes)
+    if found is None or not found[1]:
+        return None
+    placement, words = found
+    return ev.GangResizing(
+        job=job.id, generation=job.generation, parts=placement.parts, role_sizes=placement.role_sizes, cause="node_lost",
+        message=f"{message}; it gets {words}", deadline_ms=int(now_ms + grace_s * 1000), grace_s=grace_s, lost_ranks=lost_ranks,
+        lost_nodes=tuple(nodes) if why == "node_lost" else (), forgive=forgive, why="" if why == "node_lost" else why,
+    )  # fmt: skip
+
+
+def _elsewhere(state: State, job: Job, unfit: dict[str, str]) -> ev.LogEvent:
+    """A gang that restarts does so without what has gone bad."""
+    found = spares.replaced(state, job, [n for n in unfit if state.nodes[n].withdrawn])
+    message = "; ".join(unfit.values())
+    if found is not None and found[1]:
+        placement, words = found
+        reason = f"restart with {words}: {message}"
+        return ev.GangPlaced(job=job.id, generation=job.generation + 1, parts=placement.parts, reason=reason, role_sizes=placement.role_sizes)
+    return ev.GangRequeued(
+        job=job.id, generation=job.generation, cause="health", failure_class="infrastructure", message=f"it restarts elsewhere: {message}"
+    )
 
 
 def _drain(state: State, job: Job, now_ms: int) -> ev.LogEvent | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from gangline.core.model import events as ev
+from gangline.core.model.health import NODE
 from gangline.core.model.roles import full
 from gangline.core.model.state import Job, State
 from gangline.core.policy.sizes import Placement, cut, is_elastic, present
@@ -148,6 +149,8 @@ def _is_fit(state: State, job: Job, node_id: str, rank: ev.PlacedRank) -> bool:
     node = state.nodes.get(node_id)
     holding = node.holdings.get(job.id) if node is not None else None
     if node is None or node.status != "up" or node.draining or holding is None or holding.leaving_since:
+        return False
+    if node.withdrawn and node.health[NODE].unfit:
         return False
     if not rank.gpus:
         return True

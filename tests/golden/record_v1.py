@@ -15,9 +15,10 @@ from pathlib import Path
 
 from gangline.core.model import events as ev
 from gangline.core.model.codec import decode_frame, digest, encode_event, encode_frame
-from gangline.core.model.documents import Gpu, Registration
+from gangline.core.model.documents import DriverReport, Gpu, GpuReport, Registration, XidCount
 from gangline.core.model.fold import apply, apply_frame, seal
 from gangline.core.model.gpushares import GpuShare, MigSlice
+from gangline.core.model.health import Symptom
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.reservations import KeptNode, Reservation
 from gangline.core.model.spec import (
@@ -240,7 +241,25 @@ def record() -> list[bytes]:
     r.frame(ev.ReservationDeclared(reservation=fans), ev.ReservationDeclared(reservation=team))
     r.frame(ev.ReservationBegun(name="fans"))
     r.frame(ev.ReservationRemoved(name="fans", by="root", reason="done already"))
+    _health(r)
     return r.frames
+
+
+def _health(r: Recorder) -> None:
+    """A GPU falls off its bus and is mended, one is too hot, a driver does not answer, and a rank is slow."""
+    report = GpuReport("GPU-n4-2", "lost", (XidCount(79, 1, 5),), ecc_corrected=3, slowed=("hw_thermal",))
+    gone = Symptom("xid-79", 1000, r.at_ms, "Xid 79", "reboot_node", "half", True)
+    hot = Symptom("slowed", 500, r.at_ms, "slowed down: hw_thermal")
+    r.frame(ev.HealthReported(node="n4", device="GPU-n4-2", symptoms=(gone, hot), report=report))
+    r.frame(ev.HealthChanged(node="n4", device="GPU-n4-2", state="unhealthy", cause="xid-79", message="Xid 79", action="reboot_node"))
+    r.frame(ev.HealthReported(node="n4", driver=DriverReport("silent", "no answer for 10 s", r.at_ms, 2)))
+    r.frame(ev.HealthChanged(node="n4", state="quarantined", cause="operator", message="smells", until_ms=r.at_ms + 60_000, by="root"))
+    r.frame(ev.HealthReported(node="n4", device="GPU-n4-2"))
+    r.frame(
+        ev.HealthChanged(node="n4", device="GPU-n4-2", state="burn_in", cause="tested", message="is tested", burn_in="burnin1"),
+        ev.HealthChanged(node="n4", state="healthy", cause="operator", message="it was the coffee", by="root", clear=True),
+    )
+    r.frame(ev.RankSlow(job="wide", generation=2, rank=1, node="n1", pace_ms=900, median_ms=300, score_tenths=62))
 
 
 def _roles(r: Recorder) -> None:

@@ -13,11 +13,12 @@ import pytest
 from gangline.core.model import events as ev
 from gangline.core.model.arrays import indices_from, parse_array
 from gangline.core.model.codec import encode_event, encode_frame
-from gangline.core.model.documents import Gpu, Registration
+from gangline.core.model.documents import DriverReport, Gpu, GpuReport, Registration
 from gangline.core.model.fold import IllegalTransition, apply, seal
+from gangline.core.model.health import Symptom
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
 from gangline.core.model.spec import Dependency, Gang, JobSpec, Resources
-from gangline.core.model.state import Job, State
+from gangline.core.model.state import Job, Node, State
 
 # Modules that several tests share lie beside this file: it is no package.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -143,6 +144,8 @@ def proposals(state: State, rng: random.Random, number: int) -> Iterator[ev.LogE
         node = rng.choice(nodes)
         action = rng.choice(["cordon", "uncordon", "drain", "undrain", "confirm_dead"])
         yield rng.choice([ev.NodeLost(node=node, cause="lease", message="gone"), ev.NodeAdministered(node=node, action=action)])
+    if nodes and rng.random() < 0.1:
+        yield from _about_health(state.nodes[rng.choice(nodes)], state.at_ms, rng)
     if rng.random() < 0.02:
         yield ev.BrakeSet(on=not state.brake.on, message="mass loss")
     if rng.random() < 0.05:
@@ -154,6 +157,18 @@ def proposals(state: State, rng: random.Random, number: int) -> Iterator[ev.LogE
         for job_id, holding in node.holdings.items():
             if holding.leaving_since and rng.random() < 0.5:
                 yield ev.PartReleased(job=job_id, node=node_id)
+
+
+def _about_health(node: Node, at_ms: int, rng: random.Random) -> Iterator[ev.LogEvent]:
+    """Yield events about a node or one of its GPUs; a GPU that it never had is among them."""
+    device = rng.choice(["", "", f"GPU-{node.id}-9", *(gpu.uuid for gpu in node.registration.gpus)])
+    symptom = Symptom("ecc", rng.choice([0, 500, 1000]), at_ms, "m", rng.choice(["", "wait", "reset_gpu"]), rng.choice(["", "j1"]))
+    report = GpuReport(device, ecc_corrected=rng.randrange(9)) if device and rng.random() < 0.5 else None
+    driver = DriverReport("silent") if not device and rng.random() < 0.5 else None
+    yield ev.HealthReported(node=node.id, device=device, symptoms=(symptom,) if rng.random() < 0.7 else (), report=report, driver=driver)
+    to = rng.choice(["healthy", "healthy", "suspect", "unhealthy", "quarantined", "repair", "burn_in"])
+    until_ms = at_ms + rng.choice([0, 5_000])
+    yield ev.HealthChanged(node=node.id, device=device, state=to, cause="c", message="m", until_ms=until_ms, clear=rng.random() < 0.3)
 
 
 def _proposals_for(state: State, job: Job, rng: random.Random) -> Iterator[ev.LogEvent]:

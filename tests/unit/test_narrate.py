@@ -3,6 +3,7 @@ import pytest
 from gangline.core.model import events as ev
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import PlacedPart, PlacedRank, RankExit
+from gangline.core.model.health import Symptom
 from gangline.core.model.narrate import JobStory, concerns, duration, exit_words, numbers, sentence
 from gangline.core.model.queues import QueueSpec
 from gangline.core.model.reservations import KeptNode, Reservation
@@ -107,6 +108,20 @@ EXAMPLES: list[tuple[ev.LogEvent, str]] = [
     (ev.PartReleased(job="j1", node="n1"), "nothing is left on n1"),
     (ev.ProgressReported(job="j1", generation=1, step=40), "reached step 40"),
     (ev.CheckpointReported(job="j1", generation=1, step=40, path="/ckpt/40"), "wrote a checkpoint at step 40 to /ckpt/40"),
+    (
+        ev.HealthReported(node="n1", device="GPU-7", symptoms=(Symptom("xid-79", 1000, 5, "Xid 79 (fell off the bus)"),)),
+        "GPU-7 of n1: Xid 79 (fell off the bus)",
+    ),
+    (ev.HealthReported(node="n1", device="GPU-7"), "GPU-7 of n1 has nothing more to report"),
+    (
+        ev.HealthChanged(node="n1", device="GPU-7", state="quarantined", cause="xid-79", message="Xid 79", action="reboot_node"),
+        "GPU-7 of n1 is quarantined: Xid 79; it needs a reboot of its node",
+    ),
+    (ev.HealthChanged(node="n1", state="healthy", cause="operator", message="new fan", by="ann"), "node n1 is healthy again: new fan (by ann)"),
+    (
+        ev.RankSlow(job="j1", generation=1, rank=3, node="n1", pace_ms=900, median_ms=300, score_tenths=62),
+        "rank 3 on n1 is slow: 900 ms for a step, 300 ms are usual in its gang, 6.2 times the spread",
+    ),
     (ev.StopAcknowledged(job="j1", generation=1, node="n1"), "its ranks on n1 have saved and may be stopped"),
     *(
         (ev.NodeAdministered(node="n1", action=action, by="ann", reason="fan", deadline_s=7200.0), said)  # type: ignore[arg-type]
