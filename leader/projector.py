@@ -20,6 +20,8 @@ from gangline.core.store.api import Ambiguous, Delete, KeyValue, Op, Put, Store
 from gangline.core.store.fencing import write_fenced
 from gangline.core.store.keys import Keys
 
+#: an operation whose answer is lost is carried out by then or never: twice the time that one may take
+_LATE_S = 10.0
 #: under the store's limits of 128 operations and 1.5 MiB
 _TXN_OPS = 100
 _TXN_BYTES = 900_000
@@ -126,11 +128,12 @@ class Projector:
     async def _write(self, ops: list[Op]) -> None:
         what = f"projection of {len(ops)} keys"
         try:
-            await write_fenced(self._store, self._keys, self._token, ops, what)
+            await write_fenced(self._store, self._keys, self._token, ops, what, doubted=lambda: self._doubt(ops))
             return
         except Ambiguous:
             await asyncio.sleep(_AGAIN_S)
-        # The documents are states: writing them again is harmless, and a fenced write cannot come too late.
+        # The documents are states: writing them again is harmless. A write whose answer is lost may still be carried out after others of this
+        # term, which the fence does not tell apart: see `_confirm`.
         retry = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(Ambiguous),
             wait=tenacity.wait_exponential(_AGAIN_S, max=2),
@@ -138,6 +141,22 @@ class Projector:
             reraise=True,
         )
         await retry(write_fenced, self._store, self._keys, self._token, ops, what)
+
+
+    def _doubt(self, ops: list[Op]) -> None:
+        asyncio.get_running_loop().call_later(_LATE_S, self._confirm, ops)
+
+    def _confirm(self, ops: list[Op]) -> None:
+        """Nothing of a write whose answer was lost can be under way any more: write once more what should be there now."""
+        again: dict[bytes, Op] = {}
+        for op in ops:
+            named = self._keys.node_of(op.key)
+            if named is not None and named[0] in self._current:
+                again[op.key] = Put(op.key, pack(self._current[named[0]]))
+            elif named is None:
+                kept = op.key[len(self._keys.jobs) :].decode("utf-8", "replace") in self._specs
+                again[op.key] = op if kept else Delete(op.key)
+        self._enqueue({key: op for key, op in again.items() if key not in self._outbox})
 
 
 def _same(a: Desired, b: Desired) -> bool:

@@ -7,7 +7,7 @@ on its way can be applied any more either: a refusal settles all of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tenacity
 
@@ -43,13 +43,18 @@ def guard(keys: Keys, token: int) -> Compare:
     return Compare(keys.leader, "create_revision", "==", token)
 
 
-async def write_fenced(store: Store, keys: Keys, token: int, ops: Sequence[Op], what: str, *, settle_s: float = SETTLE_S) -> int:
+async def write_fenced(
+    store: Store, keys: Keys, token: int, ops: Sequence[Op], what: str, *, settle_s: float = SETTLE_S,
+    doubted: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
     """Run `ops`, which must mean the same when they run twice, in a fenced transaction and return its revision.
 
-    `what` names the write in messages. Raises Fenced (nothing was changed, or an earlier copy of the same was), Unsettled, TooLarge,
-    OutOfSpace (perhaps applied; the cluster refuses writes).
+    `what` names the write in messages. `doubted` is called when the answer of a try was lost: within the same term, that try may still be
+    carried out after writes that come later than this one.
+    Raises Fenced (nothing was changed, or an earlier copy of the same was), Unsettled, TooLarge, OutOfSpace (perhaps applied; the cluster
+    refuses writes).
     """
-    result = await send_until_answered(store, [guard(keys, token)], ops, [Get(keys.leader)], what, settle_s)
+    result = await send_until_answered(store, [guard(keys, token)], ops, [Get(keys.leader)], what, settle_s, doubted)
     if not result.succeeded:
         leader = result.gets[0]
         raise fenced(what, token, leader.create_revision if leader else 0)
@@ -63,8 +68,9 @@ def fenced(what: str, held: int, seen: int) -> Fenced:
 
 
 async def send_until_answered(
-    store: Store, compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op], what: str, settle_s: float
-) -> TxnResult:
+    store: Store, compares: Sequence[Compare], success: Sequence[Op], failure: Sequence[Op], what: str, settle_s: float,
+    doubted: Callable[[], None] = lambda: None,
+) -> TxnResult:  # fmt: skip
     """Send one transaction again and again, unchanged, until it is answered, at most for `settle_s` of the event loop's time.
 
     Raises Unsettled, OutOfSpace when that was the last answer, and the other StoreErrors when no earlier try could have been applied.
@@ -78,6 +84,8 @@ async def send_until_answered(
         try:
             return await store.txn(compares, success, failure)
         except Ambiguous as e:
+            if last is None:
+                doubted()
             last = e
             raise
 
