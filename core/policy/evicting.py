@@ -81,9 +81,12 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
 
 
 def _note_causes(world: World, notes: Notes, action: Action, job: Job, mark: int) -> None:
-    """Note for whose sake the changes since `mark` were made; who takes another's reservation takes over what had been evicted for that."""
+    """Note for whose sake the changes since `mark` were made; who takes another's reservation takes over what had been evicted for that.
+
+    Not so when the other has found a reservation again: then each has a part of what came free.
+    """
     changed = world.changes(mark)
-    withdrawn = {rank.job.name: None for rank in changed if rank.state is RankState.WITHDRAWN}
+    withdrawn = {rank.job.name: None for rank in changed if rank.state is RankState.WITHDRAWN and rank.reservation is None}
     if withdrawn:
         for rank, (why, other) in notes.causes.items():
             if other in withdrawn:

@@ -510,3 +510,19 @@ def test_a_placer_follows_the_nodes() -> None:
     assert run_session(world, placer=placer).placements == []
     world.add_node(NodeSpec("n1", 2, 100, 64_000, 1 << 40))
     assert [p.place.node.name for p in run_session(world, placer=placer).placements] == ["n1"]
+
+
+def test_who_takes_another_part_of_what_came_free_takes_over_no_eviction() -> None:
+    """`claims` is entitled to one of the two devices of `wide`; that `small` may have the other is not why `wide` has to go."""
+    world = World()
+    world.add_nodes([NodeSpec("n0", 2, 100, 64_000, 1 << 40)])
+    for number, (name, quota) in enumerate({"a": 1, "b": 0}.items()):
+        world.add_queue(QueueSpec(name, quota=(quota * GPU, UNLIMITED, UNLIMITED), limit=FREE, weight=(0, 1, 1), created=number))
+        leaf = (GPU, UNLIMITED, UNLIMITED)
+        world.add_queue(QueueSpec(f"{name}q", name, leaf, FREE, (0, 1, 1), created=0))
+    job(world, "wide", queue="bq", ranks=2, on=["n0", "n0"])
+    job(world, "small", queue="bq")
+    job(world, "claims", queue="aq")
+    decisions = run_session(world)
+    assert {(e.action, e.beneficiary) for e in decisions.evictions} == {("reclaim", "claims")}
+    assert {r.rank.job.name for r in decisions.reservations} == {"claims", "small"}
