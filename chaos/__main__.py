@@ -11,6 +11,7 @@ import click
 
 from gangline.chaos.demo import main as demo
 from gangline.chaos.faults import FAULTS, Fault
+from gangline.chaos.gpufaults import GPU_FAULTS
 from gangline.chaos.injector import Injection, InjectionFailed, Injector
 from gangline.chaos.local import OnLocalCluster
 from gangline.chaos.targets import NoTarget
@@ -25,6 +26,8 @@ _OPTIONS = {
     "node": "Name of the node.",
     "scheduler": "Name of the scheduler, s1 and so on.",
     "member": "Name of the etcd member, e1 and so on.",
+    "gpu": "Index of the GPU on its node.",
+    "xid": "Number of the error, an Xid, as in the driver's catalogue.",
     "process": "Name of the process: e1, s1, n1 and so on.",
 }
 
@@ -89,7 +92,7 @@ def _wait(seconds: float) -> None:
     time.sleep(seconds)
 
 
-for _fault in FAULTS.values():
+for _fault in (FAULTS | GPU_FAULTS).values():
     inject.add_command(_command(_fault))
 main.add_command(demo, "demo")
 

@@ -1,7 +1,8 @@
 """Does faults to a cluster of processes on this machine, and undoes what can be undone.
 
 `observe` reads what runs into a `View`, `targets.resolve` says what a fault hits, and the rest is signals. Before each signal the process is
-recognised by its pid *and* its start time, and held by a descriptor meanwhile, so that no stranger that has got the pid is ever hit.
+recognised by its pid *and* its start time, and held by a descriptor meanwhile, so that no stranger that has got the pid is ever hit. Faults of
+simulated GPUs are written down for the agent instead (gpufaults.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gangline.chaos import faults as f
+from gangline.chaos import gpufaults as g
 from gangline.chaos.targets import Component, Identity, NoTarget, RankProcess, Target, View, resolve
 from gangline.nodeagent import rankfile
 from gangline.nodeagent.adoption import RankStatus, open_process, stored_statuses
@@ -85,6 +87,8 @@ class Injector:
         Raises NoTarget when the fault hits nothing, InjectionFailed when something it hits does not go.
         """
         at_ms, at_s = time.time_ns() // 1_000_000, time.monotonic()
+        if isinstance(fault, g.GpuFault):
+            return Injection(fault, (self._of_gpu(fault, g.put),), at_ms, at_s)
         hit: dict[Identity, Target] = {}
         for targets in self._rounds(fault):
             for target in targets:
@@ -101,6 +105,9 @@ class Injector:
 
         Returns what was done, in words. Killed ranks are the scheduler's to replace.
         """
+        if isinstance(injection.fault, g.GpuFault):
+            self._of_gpu(injection.fault, g.take_back)
+            return [f"{injection.fault.whom()} is as it was"]
         done: list[str] = []
         for target in injection.targets:
             if injection.fault.SIGNAL == signal.SIGSTOP:
@@ -110,6 +117,16 @@ class Injector:
                 self._cluster.restart(target.component)
                 done.append(f"{target.what} started again")
         return done
+
+    def _of_gpu(self, fault: g.GpuFault, write: Callable[[g.GpuFault, Path], None]) -> Target:
+        """Write a fault of a GPU down for the agent of its node, and return what it hits, with the agent's process where there is one."""
+        folder = self._cluster.node_folders().get(fault.node)
+        why = f"there is no node {fault.node}" if folder is None else g.problem(fault, folder)
+        if why or folder is None:
+            raise NoTarget(why)
+        write(fault, folder)
+        agent = self._cluster.components().get(fault.node)
+        return Target(fault.whom(), agent.process if agent is not None else Identity(0, 0))
 
     def _rounds(self, fault: f.Fault) -> Iterator[tuple[Target, ...]]:
         """Yield what the fault hits; for a whole node again, until nothing new has been started there meanwhile."""

@@ -63,14 +63,15 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
     state.lock()
     boot_id = rankfile.boot_id()
     rules = nodefile.load(options.config)
-    layout = cgroups.delegate(cgroups.here()) if rules.ranks.cgroups else cgroups.Layout(reason="switched off")
+    layout = cgroups.guarding(cgroups.delegate(cgroups.here())) if rules.ranks.cgroups else cgroups.Layout(reason="switched off")
     gpus = _gpus(options, state, boot_id, log)
     if gpus is not None:
         await gpus.open()
     inventory = gpus.inventory if gpus is not None else Inventory(reason="switched off with --gpus none")
     node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority(), options.mps_pipe, rules, layout)
     if gpus is not None and inventory.kind == "nvml":
-        node = msgspec.structs.replace(node, partitions=NvmlPartitions(gpus, state.root / "mig-uuids.json", boot_id, options.mps_pipe))
+        partitions = NvmlPartitions(gpus, state.root / "mig-uuids.json", boot_id, options.mps_pipe)
+        node = msgspec.structs.replace(node, partitions=partitions, minors=gpus.minors)
     store = ConnectingNode(lambda: EtcdStore.connect(options.etcd, tls=_tls(options)), options.cluster, options.node)
     telemetry = setup("gangline-agent", cluster=options.cluster, node=options.node)
     for warning in telemetry.warnings:

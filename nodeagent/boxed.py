@@ -52,6 +52,10 @@ def make_groups(box: Box) -> None:
                 if not left:
                     raise
         _write_all(group["path"], group["writes"])
+        if group["denied"]:
+            from gangline.nodeagent import deviceaccess  # loaded by those that need it only
+
+            deviceaccess.deny(group["path"], group["denied"])
 
 
 def join_groups(box: Box) -> None:

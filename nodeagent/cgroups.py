@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from gangline.nodeagent import deviceaccess
+
 #: those that limits are made of; blkio is v1's word for io
 CONTROLLERS = ("memory", "pids", "cpu", "io")
 _V1_NAMES = {"blkio": "io"}
@@ -33,9 +35,11 @@ class Limits(msgspec.Struct, frozen=True):
     #: thousandths of CPUs: never more (`cpu_quota`), or its part when all are busy (`cpu_share`)
     cpu_quota_milli: int = 0
     cpu_share_milli: int = 0
+    #: character devices, as (major, minor), that it cannot open: GPUs of others
+    denied: tuple[tuple[int, int], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.memory_mib or self.pids or self.cpu_quota_milli or self.cpu_share_milli)
+        return bool(self.memory_mib or self.pids or self.cpu_quota_milli or self.cpu_share_milli or self.denied)
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -45,6 +49,8 @@ class Group(msgspec.Struct, frozen=True):
     base_writes: tuple[tuple[str, str, bool], ...]
     path: str
     writes: tuple[tuple[str, str, bool], ...]
+    #: see Limits
+    denied: tuple[tuple[int, int], ...] = ()
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -57,6 +63,8 @@ class Layout(msgspec.Struct, frozen=True):
     v1: dict[str, str] = {}
     #: why nothing can be limited here, "" when something can
     reason: str = ""
+    #: the group below which devices can be denied: v1's, else v2's; "" where the kernel does not let us
+    devices: str = ""
 
     @property
     def controllers(self) -> tuple[str, ...]:
@@ -80,6 +88,8 @@ class Layout(msgspec.Struct, frozen=True):
                 directories.setdefault(self.v2, []).append(controller)
             elif controller in self.v1:
                 directories.setdefault(self.v1[controller], []).append(controller)
+        if limits.denied and self.devices:
+            directories.setdefault(self.devices, [])
         if directories and self.v2:
             directories.setdefault(self.v2, [])  # to kill by
         groups = []
@@ -88,7 +98,8 @@ class Layout(msgspec.Struct, frozen=True):
             writes = tuple(w for c in controllers for w in (_v2_writes if is_v2 else _v1_writes)(c, limits))
             enabled = " ".join(f"+{c}" for c in controllers)
             above = (("cgroup.subtree_control", enabled, True),) if is_v2 and controllers else ()
-            groups.append(Group(f"{directory}/{base}", above, f"{directory}/{base}/{name}", writes))
+            denied = limits.denied if directory == self.devices else ()
+            groups.append(Group(f"{directory}/{base}", above, f"{directory}/{base}/{name}", writes, denied))
         return tuple(groups)
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
@@ -140,18 +151,26 @@ def detect(mountinfo: str, own: str) -> Layout:
             directory = _own_directory(mounts[name], group)
             if directory:
                 v1[controller] = directory
+    devices = _own_directory(mounts.get("devices", ("", "")), groups.get("devices", "")) or v2
     controllers: tuple[str, ...] = ()
     if v2:
         known = _read(f"{v2}/cgroup.controllers").split()
         controllers = tuple(c for c in CONTROLLERS if c in known and c not in v1)
     if not v2 and not v1:
         return Layout(reason="this agent may not make any" if mounts else "they are not mounted")
-    return Layout(v2, controllers, v1)
+    return Layout(v2, controllers, v1, devices=devices)
 
 
 def here() -> Layout:
     """Return the layout of this process."""
     return detect(_read("/proc/self/mountinfo"), _read("/proc/self/cgroup"))
+
+
+def guarding(layout: Layout) -> Layout:
+    """Return the layout without `devices` where the kernel does not let us keep any from a group of v2."""
+    if layout.devices and layout.devices == layout.v2 and deviceaccess.refusal():
+        return msgspec.structs.replace(layout, devices="")
+    return layout
 
 
 def delegate(layout: Layout) -> Layout:

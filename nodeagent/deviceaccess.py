@@ -45,6 +45,15 @@ def deny(group: str, devices: tuple[tuple[int, int], ...]) -> None:
         _attach(group, _program(devices))
 
 
+def refusal() -> str:
+    """Return why this process cannot deny devices in groups of v2, "" when it can."""
+    try:
+        os.close(_load(_program(((NVIDIA_MAJOR, 0),))))
+    except OSError as e:
+        return e.strerror or str(e)
+    return ""
+
+
 def _program(devices: tuple[tuple[int, int], ...]) -> bytes:
     """Return the BPF program that answers 0 for these devices and 1 for others. Its input: (kind and access, major, minor), 32 bits each."""
     if len(devices) > DEVICES_MAX:
@@ -65,12 +74,17 @@ def _op(code: int, to: int = 0, source: int = 0, offset: int = 0, value: int = 0
     return struct.pack("<BBhi", code, to | source << 4, offset, value)
 
 
-def _attach(group: str, program: bytes) -> None:
+def _load(program: bytes) -> int:
+    """Return a descriptor of the program in the kernel."""
     code, licence = ctypes.create_string_buffer(program, len(program)), ctypes.create_string_buffer(b"Apache-2.0")
     load = struct.pack(
         "<IIQQIIQII", _CGROUP_DEVICE_PROGRAM, len(program) // 8, ctypes.addressof(code), ctypes.addressof(licence), 0, 0, 0, 0, 0
     )
-    loaded = _bpf(_PROG_LOAD, load, "load a program that keeps devices apart")
+    return _bpf(_PROG_LOAD, load, "load a program that keeps devices apart")
+
+
+def _attach(group: str, program: bytes) -> None:
+    loaded = _load(program)
     try:
         directory = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

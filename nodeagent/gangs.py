@@ -66,6 +66,8 @@ class Node(msgspec.Struct, frozen=True):
     layout: Layout = Layout()
     #: what makes its GPUs ready for ranks, None: nothing does, or they are simulated
     partitions: Partitions | None = None
+    #: N of /dev/nvidiaN by index of the GPU, as it is now
+    minors: Callable[[], dict[int, int]] = dict
 
 
 class Gangs:
@@ -93,7 +95,7 @@ class Gangs:
         self._unswept: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._drivers = Drivers(Site(node.rules, node.layout, state.identity(), state.root, simulated, node.base_environment))
+        self._drivers = Drivers(Site(node.rules, node.layout, state.identity(), state.root, simulated, node.base_environment, node.minors))
         self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
         self.ranks.bury = self._drivers.bury
         self.socket = JobSocket(state.job_socket, self._on_message)

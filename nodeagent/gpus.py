@@ -145,6 +145,10 @@ class GpuWatch:
             self._report()
         self._wake.set()  # an ECC error or a lost GPU shows in the figures
 
+    def minors(self) -> dict[int, int]:
+        """Return N of /dev/nvidiaN by index of the GPU, of those of which it is known."""
+        return {g.index: f.minor for g in self.inventory.gpus if (f := self.facts.get(g.uuid)) is not None and f.minor >= 0}
+
     async def open(self) -> None:
         """Take the GPUs that are remembered of this boot; without such, wait a little for the driver."""
         if self._memory.gpus and self._same_boot:
@@ -290,6 +294,9 @@ class GpuWatch:
         self._booted = memory.boot_id != boot_id
         self._settled = False
         self._saved = False
+        if memory.kind not in ("", self._kind):
+            memory = Memory()  # simulated before, or the other way round
+        memory.kind = self._kind
         return booted(memory, boot_id)
 
     def _save(self) -> None:

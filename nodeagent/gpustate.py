@@ -22,6 +22,8 @@ class Memory(msgspec.Struct, omit_defaults=True):
     """What a node remembers of its GPUs, on its disk. Counts are those of this boot."""
 
     boot_id: str = ""
+    #: devices.Kind of the GPUs
+    kind: str = ""
     #: as registered last
     gpus: tuple[Gpu, ...] = ()
     #: UUID → Xid → (how often, wall clock of the last one)
@@ -32,7 +34,7 @@ class Memory(msgspec.Struct, omit_defaults=True):
 
 def booted(memory: Memory, boot_id: str) -> Memory:
     """Return what is still true after a reboot: which GPUs there were."""
-    return memory if memory.boot_id == boot_id else Memory(boot_id, memory.gpus)
+    return memory if memory.boot_id == boot_id else Memory(boot_id, memory.kind, memory.gpus)
 
 
 def settle(known: tuple[Gpu, ...], facts: tuple[GpuFacts, ...], *, same_boot: bool) -> tuple[Gpu, ...]:

@@ -33,6 +33,8 @@ class RankRules(msgspec.Struct, frozen=True):
     cgroups: bool = True
     #: what is enforced of what a job asks for: its memory; its CPUs never exceeded ("quota") or only when all are busy ("share")
     memory: bool = True
+    #: GPUs that a rank does not have are closed to it
+    devices: bool = True
     cpus: Literal["none", "share", "quota"] = "none"
     #: processes and threads of one rank; 0 for no limit
     pids: int = 0
@@ -172,6 +174,7 @@ def _volumes(reading: Reading, at: str, value: Any) -> dict[str, Volume] | None:
 _RANKS: Fields = {
     "cgroups": ("cgroups", boolean),
     "memory": ("memory", boolean),
+    "devices": ("devices", boolean),
     "cpus": ("cpus", one_of("none", "share", "quota")),
     "pids": ("pids", whole(0, 4 << 20)),
     "user": ("user", _user),

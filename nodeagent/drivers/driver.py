@@ -32,6 +32,8 @@ class Site(msgspec.Struct, frozen=True):
     simulated: bool
     #: what every process of the node gets
     base_environment: dict[str, str] = {}
+    #: N of /dev/nvidiaN by index of the GPU, as it is now; none where GPUs have no device files
+    minors: Callable[[], dict[int, int]] = dict
 
     @property
     def base(self) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from gangline.core.model.documents import DesiredRank
 from gangline.core.model.spec import JobSpec
-from gangline.nodeagent import boxed
+from gangline.nodeagent import boxed, deviceaccess
 from gangline.nodeagent.adoption import RankStatus
 from gangline.nodeagent.cgroups import Limits
 from gangline.nodeagent.drivers.driver import Ready, Site, look_at_storage, rank_name
@@ -20,7 +20,7 @@ from gangline.nodeagent.isolation import Box, Refused, groups_of, limits_of
 from gangline.nodeagent.launcher import Launch
 
 #: as large as a limit can be: where the group of a rank is asked for, whatever its limits are
-_SOME = Limits(memory_mib=1, pids=1, cpu_share_milli=1)
+_SOME = Limits(memory_mib=1, pids=1, cpu_share_milli=1, denied=((0, 0),))
 
 
 class ProcessDriver:
@@ -38,7 +38,8 @@ class ProcessDriver:
     def box(self, launch: Launch, spec: JobSpec, rank: DesiredRank, ready: Ready) -> Launch:
         """Put a box around it, where there is something to put in."""
         site = self._site
-        limits = limits_of(spec, rank, site.rules)
+        denied = deviceaccess.others(site.minors(), rank.gpus) if site.rules.ranks.devices else ()
+        limits = msgspec.structs.replace(limits_of(spec, rank, site.rules), denied=denied)
         name = rank_name(launch.job, launch.generation, launch.rank)
         groups = groups_of(site.layout, site.base, name, limits, site.rules)
         rlimits = tuple((which, most, most) for which, most in site.rules.ranks.rlimits)

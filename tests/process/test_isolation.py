@@ -40,7 +40,9 @@ class BoxBench(Bench):
         self.identity = self.identity or f"test{os.getpid()}x{os.urandom(3).hex()}"
         return ProcessDriver(Site(rules, LAYOUT, self.identity, self.root, True))
 
-    async def box(self, spec: JobSpec, *, rules: NodeRules | None = None, ready: Ready | None = None, **more: Any) -> Launch:
+    async def box(
+        self, spec: JobSpec, *, rules: NodeRules | None = None, ready: Ready | None = None, gpu: int | None = None, **more: Any
+    ) -> Launch:
         driver = self.driver(rules or NodeRules())
         ready = ready or await driver.prepare("j", 1, spec, lambda words: None)
         launch = Launch(
@@ -48,7 +50,7 @@ class BoxBench(Bench):
             workdir=spec.workdir or str(self.root / "work"), make_workdir=not spec.workdir, log="logs/j/rank-0.1.log",
             log_part_bytes=1 << 20, log_parts=3, fenced=True, grace_s=1.0, locks=(), **more,
         )  # fmt: skip
-        boxed_launch = driver.box(launch, spec, DesiredRank(0, 0, (), 1), ready)
+        boxed_launch = driver.box(launch, spec, DesiredRank(0, 0, () if gpu is None else (gpu,), 1), ready)
         await self.launcher.launch([(boxed_launch, -1)])
         return boxed_launch
 
@@ -64,11 +66,30 @@ async def bench(tmp_path: Path) -> AsyncIterator[BoxBench]:
 
 def groups_left(bench: BoxBench) -> list[Path]:
     site = Site(NodeRules(), LAYOUT, bench.identity, bench.root, True)
-    return [Path(group.base) for group in LAYOUT.of_rank(site.base, "x", cgroups.Limits(1, 1, 1, 1)) if os.path.isdir(group.base)]
+    return [Path(group.base) for group in LAYOUT.of_rank(site.base, "x", cgroups.Limits(1, 1, 1, 1, ((0, 0),))) if os.path.isdir(group.base)]
 
 
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-S", "-c", code)
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.skipif(not cgroups.guarding(LAYOUT).devices, reason="this kernel does not let us keep devices from a group")
+async def test_gpus_of_others_cannot_be_opened(bench: BoxBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/zero and /dev/full stand for two GPUs, of which the rank has the first."""
+    monkeypatch.setattr("gangline.nodeagent.deviceaccess.NVIDIA_MAJOR", 1)
+    code = "import os\nfor d in ('zero', 'full', 'null'):\n try: os.open('/dev/' + d, 2); print(d)\n except PermissionError: print('no', d)"
+    driver = bench.driver(NodeRules())
+    site = Site(NodeRules(), LAYOUT, bench.identity, bench.root, False, lambda: {0: 5, 1: 7})
+    monkeypatch.setattr(driver, "_site", site)
+    monkeypatch.setattr(bench, "driver", lambda rules: driver)
+    launch = await bench.box(JobSpec(command=python(code)), gpu=0)
+    assert launch.box is not None
+    assert (await bench.wait("exited")).exit_code == 0
+    assert bench.log().split(b"\n")[:3] == [b"zero", b"no full", b"null"]
+    assert groups_left(bench) == []
 
 
 # ---------------------------------------------------------------- control groups

@@ -24,7 +24,7 @@ def test_v2(tmp_path: Path) -> None:
     own.mkdir(parents=True)
     (own / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     layout = cgroups.detect(mount_line("cgroup2", tmp_path), "0::/system.slice/gangline.service\n")
-    assert layout == Layout(str(own), ("memory", "pids", "cpu", "io"))
+    assert layout == Layout(str(own), ("memory", "pids", "cpu", "io"), devices=str(own))
     assert layout.words == "v2: memory, pids, cpu, io"
     groups = layout.of_rank("gangline-x", "j@1.0", Limits(memory_mib=64, pids=9, cpu_quota_milli=1500))
     assert [(g.base, g.base_writes, g.path) for g in groups] == [
