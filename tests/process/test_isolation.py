@@ -82,7 +82,7 @@ async def test_gpus_of_others_cannot_be_opened(bench: BoxBench, monkeypatch: pyt
     monkeypatch.setattr("gangline.nodeagent.deviceaccess.NVIDIA_MAJOR", 1)
     code = "import os\nfor d in ('zero', 'full', 'null'):\n try: os.open('/dev/' + d, 2); print(d)\n except PermissionError: print('no', d)"
     driver = bench.driver(NodeRules())
-    site = Site(NodeRules(), LAYOUT, bench.identity, bench.root, False, lambda: {0: 5, 1: 7})
+    site = Site(NodeRules(), LAYOUT, bench.identity, bench.root, False, minors=lambda: {0: 5, 1: 7})
     monkeypatch.setattr(driver, "_site", site)
     monkeypatch.setattr(bench, "driver", lambda rules: driver)
     launch = await bench.box(JobSpec(command=python(code)), gpu=0)
