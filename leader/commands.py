@@ -11,7 +11,7 @@ import msgspec
 
 from gangline.core.model import events as ev
 from gangline.core.model.codec import encode_event
-from gangline.core.model.fold import stranded
+from gangline.core.model.foldcluster import stranded
 from gangline.core.model.naming import as_job, find_id
 from gangline.core.model.nearest import nearest
 from gangline.core.model.queues import Declaration, QueueSpec, QueueTree

@@ -12,7 +12,7 @@ from typing import Literal
 from gangline.core.model import events as ev
 from gangline.core.model.arrays import add_position, element_id, has_position, indices_from, position_of, size, split_element
 from gangline.core.model.events import Outcome
-from gangline.core.model.foldsteps import IllegalTransition, enqueue, forget, live_job, queue_key, touch
+from gangline.core.model.foldsteps import Handlers, IllegalTransition, enqueue, forget, live_job, queue_key, touch
 from gangline.core.model.spec import Condition
 from gangline.core.model.state import ELEMENTS_KEPT, Elements, Job, State
 
@@ -331,3 +331,11 @@ def index_jobs(state: State) -> None:
         for waited_for in job.waits_for:
             for under in _indexed_under(state, waited_for):
                 state.dependents.setdefault(under, {})[job.id] = None
+
+
+#: by the event that each folds in
+HANDLERS: Handlers = {
+    ev.JobHeld: job_held,
+    ev.JobReleased: job_released,
+    ev.ElementsQueued: elements_queued,
+}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gangline.core.model.fold import unsaved_gpu_ms
+from gangline.core.model.foldlosses import unsaved_gpu_ms
 from gangline.core.model.state import State
 from gangline.core.policy.gangs import Job
 from gangline.core.policy.waiting import JobKey

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gangline.core.model.fold import unsaved_gpu_ms
+from gangline.core.model.foldlosses import unsaved_gpu_ms
 from gangline.core.model.state import Job as StateJob
 from gangline.core.model.state import State
 from gangline.core.policy.gangs import Job

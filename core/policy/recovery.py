@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import msgspec
 
 from gangline.core.model import events as ev
-from gangline.core.model.fold import row_of_failures
 from gangline.core.model.foldhealth import hardware_failed
+from gangline.core.model.foldlosses import row_of_failures
 from gangline.core.model.health import NODE
 from gangline.core.model.state import Job, Node, Part, Rank, State
 from gangline.core.policy import admission, ageing, resize, spares

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gangline.core.model import events as ev
-from gangline.core.model.fold import unsaved_gpu_ms
+from gangline.core.model.foldlosses import unsaved_gpu_ms
 from gangline.core.model.reservations import WHOLE, Declared, KeptNode, Reservation
 from gangline.core.model.state import Job, Node, State
 from gangline.core.policy.holds import Hold, Want
