@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from gangline.chaos.checker.command import main as check
 from gangline.chaos.demo import main as demo
 from gangline.chaos.faults import FAULTS, Fault
 from gangline.chaos.gpufaults import GPU_FAULTS
@@ -95,6 +96,7 @@ def _wait(seconds: float) -> None:
 for _fault in (FAULTS | GPU_FAULTS).values():
     inject.add_command(_command(_fault))
 main.add_command(demo, "demo")
+main.add_command(check, "check")
 
 if __name__ == "__main__":
     main(prog_name="gangline chaos")

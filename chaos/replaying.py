@@ -48,7 +48,7 @@ async def _compare(etcd: Sequence[str], keys: Keys, urls: Sequence[str], deadlin
     try:
         log = Log(store, keys)
         while True:
-            live = await asyncio.to_thread(_ask_all, urls)
+            live = await asyncio.to_thread(ask_all, urls)
             state = replay([data async for _, data, _ in log.read(1)])
             found = Replay(state, state_digest(state), len(dump_state(state)), live)
             if all(index == state.index for index, _ in live.values()) or time.monotonic() > deadline:
@@ -58,7 +58,8 @@ async def _compare(etcd: Sequence[str], keys: Keys, urls: Sequence[str], deadlin
         await store.close()
 
 
-def _ask_all(urls: Sequence[str]) -> dict[str, tuple[int, str]]:
+def ask_all(urls: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Return (index, state digest) of each scheduler by its URL, (0, why) of one that does not say."""
     return {url: _ask(url) for url in urls}
 
 

@@ -37,6 +37,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     started_at_ms: int
     exited_at_ms: int
     dropped_bytes: int = 0
+    #: boottime at which nothing was left of it, 0 where no supervisor has seen that
+    ended_boot_ms: int = 0
     share: GpuShare | None = None
 
 
@@ -109,7 +111,9 @@ def orphaned(status: RankStatus, boot_id: str) -> RankStatus:
     else:
         _kill_session(status)
     now_ms = time.time_ns() // 1_000_000
-    return msgspec.structs.replace(status, state="exited", exit_code=-signal.SIGKILL, cause=cause, message=message, exited_at_ms=now_ms)
+    return msgspec.structs.replace(
+        status, state="exited", exit_code=-signal.SIGKILL, cause=cause, message=message, exited_at_ms=now_ms, ended_boot_ms=0
+    )
 
 
 def not_started(launch: Launch, message: str) -> RankStatus:

@@ -31,6 +31,7 @@ from gangline.nodeagent.drivers.driver import Site
 from gangline.nodeagent.environment import Here, rank_environment, user_environment
 from gangline.nodeagent.isolation import Refused
 from gangline.nodeagent.jobsocket import JobSocket, RankRef
+from gangline.nodeagent.journal import RankJournal
 from gangline.nodeagent.launcher import Launch, Launcher
 from gangline.nodeagent.local import Local, LocalGang, LocalRank
 from gangline.nodeagent.nodefile import NodeRules
@@ -99,10 +100,12 @@ class Gangs:
         self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
         self.ranks.bury = self._drivers.bury
         self.socket = JobSocket(state.job_socket, self._on_message)
+        self._journal = RankJournal(state.root, node.name, node.boot_id)
         #: opens a span around a piece of work that the log entry of this index asked for
         self.span: Callable[[SpanKind, int], contextlib.AbstractContextManager[object]] = lambda kind, index: contextlib.nullcontext()
-        #: log index of the desired document that is being acted on
+        #: log index of the desired document that is being acted on, and the epoch of the leader that wrote it
         self.desired_index = 0
+        self.desired_epoch = 0
         #: totals for the metrics
         self.started_total = 0
         self.ended_total: dict[str, int] = {}
@@ -126,6 +129,7 @@ class Gangs:
         for task in self._tasks:
             task.cancel()
         self.ranks.close()
+        self._journal.close()
         self._ports.close()
         await self.socket.close()
 
@@ -329,6 +333,7 @@ class Gangs:
         new = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=now, share=r.share) for r in ranks)
         self._change(job, ranks=(*self._gangs[job].ranks, *new))
         self.started_total += len(ranks)
+        self._journal.started((launch for launch, _ in launches), self.desired_index, self.desired_epoch)
         with self.span("start", self.desired_index):
             self.ranks.start(launches)
         self._log.info("start", gang=job, generation=gang.generation, ranks=[r.rank for r in ranks])
@@ -383,6 +388,7 @@ class Gangs:
         self.ended_total[cause] = self.ended_total.get(cause, 0) + 1
         rank = self._rank(ref)
         assert rank is not None
+        self._journal.ended(status)
         self._dismiss(ref.job, rank)
         self._log.info(
             "exit", gang=ref.job, generation=ref.generation, rank=ref.rank, code=status.exit_code, cause=status.cause, message=status.message
@@ -418,6 +424,8 @@ class Gangs:
                 continue
             ref = RankRef(found.job, found.generation, found.rank)
             status = self.ranks.adopt(ref, found)
+            if status.state == "exited":
+                self._journal.ended(status)  # perhaps once more: the agent before may have come to that
             gang = self._gangs.get(ref.job) or LocalGang(ref.job, ref.generation)
             self._gangs[ref.job] = msgspec.structs.replace(gang, ranks=(*gang.ranks, local_rank(status, now)))
             token = self._records[ref.job].tokens.get(f"{ref.rank}/{ref.generation}") if ref.job in self._records else None

@@ -167,7 +167,7 @@ class Agent:
             except OSError as e:
                 self._log.error("seen_not_written", message="the next agent could obey an older document", error=e)
         self._desired = desired
-        self._gangs.desired_index = desired.index
+        self._gangs.desired_index, self._gangs.desired_epoch = desired.index, desired.epoch
         self._look.set()
 
     async def _reconcile(self) -> None:

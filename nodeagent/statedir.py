@@ -7,6 +7,7 @@ fence, fence.boot  see fence.py
 notify, job/sock   the doors for supervisors and for ranks
 locks/gpu-<i>      locked by the supervisor whose rank holds the device, together with others when they have parts of it
 locks/gpu-<i>-<s>  locked by the supervisor whose rank holds a MIG instance with this memory slice
+ranks.journal      what ran here, see journal.py
 mig.json           into what simulated GPUs are partitioned
 forgotten          gangs that are over here, one line each: generation and job
 gangs              GangRecords, one JSON a line; the last one of a job counts

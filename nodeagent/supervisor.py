@@ -163,7 +163,7 @@ class Supervisor:
             "gpus": self.request["gpus"], "share": self.request["share"], "boot_id": self.request["boot_id"],
             "supervisor": me, "supervisor_start": rankfile.process_start(me),
             "state": "starting", "pid": 0, "pid_start": 0, "exit_code": 0, "cause": "", "message": "",
-            "started_at_ms": 0, "exited_at_ms": 0, "dropped_bytes": 0,
+            "started_at_ms": 0, "exited_at_ms": 0, "dropped_bytes": 0, "ended_boot_ms": 0,
         }  # fmt: skip
         self.status_fd = rankfile.claim(status_path(self.request), self.status)
         return self.status_fd >= 0
@@ -434,7 +434,7 @@ class Supervisor:
             self._take_box_away(self.box)
         self.log.close()
         self._close()
-        self.status.update(state="exited", dropped_bytes=self.log.dropped_total)
+        self.status.update(state="exited", dropped_bytes=self.log.dropped_total, ended_boot_ms=int(kernel.boottime() * 1000))
         self.status["exited_at_ms"] = self.status["exited_at_ms"] or now_ms()
         while not self._publish():
             time.sleep(_PUBLISH_AGAIN_S)  # no space: the exit status must not be lost, so this process waits with it

@@ -35,8 +35,12 @@ _DECIDED = (
 class Decisions:
     """Decides again along the log, with a state of its own."""
 
-    def __init__(self, report: Report, base: State | None, *, move: bool) -> None:
-        """`move`: with other clocks, which is S14; without, S15. A log that begins with a state cannot be moved."""
+    def __init__(self, report: Report, base: State | None, *, but_for: Decisions | None = None) -> None:
+        """Without `but_for`, S15. With it, S14: with other clocks, but for what differs without. A log that begins with a state cannot be moved."""
+        move = but_for is not None
+        self._but_for = but_for
+        #: cycles in which something differs, by their last index
+        self.different: set[int] = set()
         self._report = report
         self._assertion = "S14" if move else "S15"
         self._move = move
@@ -74,6 +78,8 @@ class Decisions:
             return
         self._report.checked[self._assertion] += 1
         if differs is not None:
+            self.different.add(frames[-1].index)
+        if differs is not None and (self._but_for is None or frames[-1].index not in self._but_for.different):
             recorded, decided = differs
             at = Cite(frames[-1].index, frames[-1].at_ms, None if self._move else recorded)
             self._report.add(self._assertion, _words(recorded, decided, self._move), at)

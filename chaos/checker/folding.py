@@ -24,7 +24,10 @@ class Folding:
         self.state: State | None = State() if base is None else base
         self._report = report
         self._snapshots = dict(snapshots or {})
-        self._replicas = dict(replicas or {})
+        #: by index: (name, digest) of replicas that are there
+        self._replicas: dict[int, list[tuple[str, str]]] = {}
+        for name, (index, seen) in (replicas or {}).items():
+            self._replicas.setdefault(index, []).append((name, seen))
         if snapshots is None:
             report.gap("S3", "replay from snapshots, no snapshots")
         if replicas is None:
@@ -52,19 +55,17 @@ class Folding:
         self._report.checked["S3"] += 1
         if frame.index in self._snapshots:
             self._compare(state, self._snapshots[frame.index])
+        if frame.index in self._replicas:
+            self._compare_replicas(state, self._replicas.pop(frame.index))
 
     def end(self) -> None:
         """All entries are folded."""
         state, report = self.state, self._report
         if state is None:
             return
-        found = digest(dump_state(state)).hex()
-        for name, (index, seen) in self._replicas.items():
-            if index != state.index:
-                report.gap("S3", f"replica {name}, which is at entry {index} and the log ends at {state.index}")
-            elif seen != found:
-                what = f"replica {name} differs at entry {index}: its digest is {seen[:16]}, that of the log {found[:16]}"
-                report.add("S3", what, Cite(index))
+        for index, replicas in self._replicas.items():
+            for name, _ in replicas:
+                report.gap("S3", f"replica {name}, which is at entry {index}, and these entries end at {state.index}")
         if late := sorted(index for index in self._snapshots if index > state.index):
             report.add("S3", f"there are snapshots of entries {late}, and the log ends at {state.index}", Cite(state.index))
 
@@ -73,6 +74,13 @@ class Folding:
         if data != snapshot:
             where = differences(msgpack.unpackb(data, strict_map_key=False), _unpacked(snapshot))
             self._report.add("S3", f"the snapshot of entry {state.index} differs from the fold: {'; '.join(where[:5])}", Cite(state.index))
+
+    def _compare_replicas(self, state: State, replicas: list[tuple[str, str]]) -> None:
+        found = digest(dump_state(state)).hex()
+        for name, seen in replicas:
+            if seen != found:
+                what = f"replica {name} differs at entry {state.index}: its digest is {seen[:16]}, that of the log {found[:16]}"
+                self._report.add("S3", what, Cite(state.index))
 
     def _stop(self, what: str, at: Cite) -> None:
         self.state = None

@@ -50,8 +50,10 @@ def examine(
     """
     report = Report()
     facts = Facts(keep_ends=agent_records is not None or nodes is not None)
-    again = [Decisions(report, base, move=False), Decisions(report, base, move=True)] if decisions else []
-    if not decisions:
+    again: list[Decisions] = []
+    if decisions:
+        again = [first := Decisions(report, base), Decisions(report, base, but_for=first)]
+    else:
         for assertion in ("S14", "S15"):
             report.gap(assertion, "decisions are not taken again")
     order = Order(report, base.index if base else 0, base.digest if base else bytes(32), base.epoch if base else 0)
