@@ -33,7 +33,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="State directory of an agent, or a copy: its own records are checked, too. May be given many times.",
 )  # fmt: skip
 @click.option("--history", type=_FILE, help="What clients were told (chaos/checker/history.py).")
-@click.option("--at-rest", type=click.FloatRange(0), metavar="SECONDS", help="No faults for so long: nothing may be on its way for longer (S16).")
+@click.option("--at-rest", type=click.FloatRange(0), metavar="SECONDS", help="Faults ended so long ago: nothing may be on its way since (S16).")
 @click.option("--decisions/--no-decisions", default=True, help="Take all decisions again (S14, S15).  [default: decisions]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def main(

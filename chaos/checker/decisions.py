@@ -5,8 +5,8 @@ policy decides, and its answer is compared with the log. That is done twice, the
 (moved.py): the same decisions must come out, moved.
 
 A scheduler remembers when it last looked at the queues, and a look that came to nothing is in no log. So where the answer differs, the policy is
-asked once more as by a scheduler that has just taken over, and once more as by one that does not look at the queues now. Only an entry that
-comes out of none of them is a violation.
+asked once more as by a scheduler that has just taken over, and, where nothing has happened that would make it look, as by one that does not look
+at the queues now. Only an entry that comes out of none of them is a violation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Decisions:
     """Decides again along the log, with a state of its own."""
 
     def __init__(self, report: Report, base: State | None, *, but_for: Decisions | None = None) -> None:
-        """Without `but_for`, S15. With it, S14: with other clocks, but for what differs without. A log that begins with a state cannot be moved."""
+        """Without `but_for`, S15. With it, S14: with other clocks, but for what differs there. A log that begins with a state is not moved."""
         move = but_for is not None
         self._but_for = but_for
         #: cycles in which something differs, by their last index
@@ -109,6 +109,8 @@ class _Cycle:
         self._frames = frames
         self._events = [(f.index, moved(e) if move else e) for f in frames for e in f.events]
         self._at = 0
+        #: something has happened for which the queues must be looked at; without that, a look is due from time to time
+        self._must_look = False
 
     def run(self) -> tuple[ev.LogEvent | None, ev.LogEvent | None] | None:
         """Return the first (recorded, decided) that differ, None when nothing does. Raises IllegalTransition."""
@@ -121,6 +123,7 @@ class _Cycle:
         else:
             while self._at < len(self._events) and not isinstance(self._events[self._at][1], _DECIDED):
                 self._apply()
+            self._must_look = state.scratch.queue_dirty
             wake(state, self._now_ms)
             differs = self._decide()
             self._rest()
@@ -133,7 +136,8 @@ class _Cycle:
         state, first = self._state, None
         for _ in range(_ROUNDS):
             recorded = [e for _, e in self._events[self._at :]]
-            for ask in (_as_it_stands, _as_after_election, _without_moves, _without_queues):
+            asked = (_as_it_stands, _as_after_election, _without_moves)
+            for ask in asked if self._must_look else (*asked, _without_queues):
                 decided = ask(state, self._now_ms)
                 if self._move:
                     decided = [without_words(e) for e in decided]
@@ -145,8 +149,11 @@ class _Cycle:
                 return first
             if not decided:
                 return None
+            looks_again, state.scratch.queue_dirty = state.scratch.queue_dirty, False
             for _ in decided:
                 self._apply()
+            self._must_look |= state.scratch.queue_dirty
+            state.scratch.queue_dirty |= looks_again
         return None
 
     def _apply(self) -> None:

@@ -98,8 +98,11 @@ def _unpacked(data: bytes) -> Any:
 
 def differences(a: Any, b: Any, at: str = "") -> list[str]:
     """Return where two unpacked states differ, the order of their maps included, as paths with both values."""
-    if isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
-        return [d for k in a for d in differences(a[k], b[k], f"{at}/{k}")]
+    if isinstance(a, dict) and isinstance(b, dict):
+        both = [k for k in a if k in b]
+        found = [f"{at}/{k}: {a.get(k, 'nothing')!r} and {b.get(k, 'nothing')!r}"[:300] for k in {**a, **b} if k not in a or k not in b]
+        found += [d for k in both for d in differences(a[k], b[k], f"{at}/{k}")]
+        return found or ([f"{at}: in another order, {list(a)} and {list(b)}"[:300]] if list(a) != list(b) else [])
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{at}/{i}")]
-    return [] if a == b and not isinstance(a, dict) else [f"{at or '/'}: {a!r} and {b!r}"[:300]]
+    return [] if a == b and type(a) is type(b) else [f"{at or '/'}: {a!r} and {b!r}"[:300]]

@@ -58,6 +58,7 @@ class Order:
             self._revisions(entry, here)
         else:
             report.gap("S2", "who owned the election key, no store revisions of these entries")
+        report.checked["S14"] += 1
         if frame.at_ms < self._at_ms:
             report.add("S14", f"log time goes back at entry {entry.index}, from {self._at_ms} to {frame.at_ms}", here)
         self._at_ms = max(self._at_ms, frame.at_ms)

@@ -72,7 +72,11 @@ def gather(
             raise NoLog(f"{path} is neither the state directory of a cluster nor an archive: it has no cluster.json and no *.frames")
         found = _evidence([_archived(a) for a in archives], _InStore([], {}))
     elif path.is_file():
-        found = Evidence(entries_of(read_frames(path)))
+        entries = entries_of(read_frames(path))
+        first = next(entries, None)
+        if first is None:
+            raise NoLog(f"{path} is empty")
+        found = Evidence(_chain(first, entries))
     elif ":" in place:
         found = _evidence([], asyncio.run(_read_store(place.split(","), Keys(cluster), tls)))
     else:
