@@ -153,6 +153,7 @@ class GpuWatch:
         """Take the GPUs that are remembered of this boot; without such, wait a little for the driver."""
         if self._memory.gpus and self._same_boot:
             self.inventory = Inventory(self._memory.gpus, self._kind)
+            self.reports, self.driver = self._memory.reports, self._memory.driver
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
@@ -163,6 +164,7 @@ class GpuWatch:
     def only(self, uuids: set[str]) -> None:
         """Forget all GPUs but these: simulated ones are those of the command line."""
         self._memory.gpus = tuple(g for g in self._memory.gpus if g.uuid in uuids)
+        self._memory.reports = tuple(r for r in self._memory.reports if r.uuid in uuids)
 
     async def run(self) -> None:
         """Look for ever."""
@@ -282,6 +284,8 @@ class GpuWatch:
         if only_counts and now < self._reported_at + COUNTS_S:
             return
         self.reports, self.driver, self._reported_at = reports, driver, now
+        self._memory.reports, self._memory.driver = reports, driver
+        self._save()
         self.changed(False)
 
     # ---------------------------------------------------------------- what is remembered

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from gangline.core.model.documents import Gpu, GpuReport, XidCount
+from gangline.core.model.documents import DriverReport, Gpu, GpuReport, XidCount
 from gangline.core.model.gpufacts import MIG_LAYOUTS
 from gangline.nodeagent.gpudata import GpuFacts, GpuSample
 from gangline.nodeagent.gpunames import model_name
@@ -30,6 +30,9 @@ class Memory(msgspec.Struct, omit_defaults=True):
     xids: dict[str, dict[int, tuple[int, int]]] = {}
     #: UUID → NVLinks that were up when most of them were
     nvlinks: dict[str, int] = {}
+    #: as reported last: what the next agent says until it has looked
+    reports: tuple[GpuReport, ...] = ()
+    driver: DriverReport | None = None
 
 
 def booted(memory: Memory, boot_id: str) -> Memory:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from gangline.chaos.gpufaults import GpuDriverSilent, GpuLost
+from gangline.chaos.injector import Injector
+from gangline.chaos.local import OnLocalCluster
 from gangline.core.client.localcluster import LocalCluster
 
 pytestmark = [pytest.mark.process, pytest.mark.etcd, pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd binary")]
@@ -103,3 +106,25 @@ def test_ranks_outlive_their_agent_with_what_they_have(cluster: LocalCluster, tm
     assert jobs.client.nodes()[0]["gpus_free"] == 1
     assert all(jobs.client.job(name).body["generation"] == 1 for name in ("half", "slice"))
     jobs.end("half", "slice", "other", "beside")
+
+
+def test_gpus_that_break_get_no_new_work(cluster: LocalCluster, tmp_path: Path) -> None:
+    """What runs goes on: what becomes of it is for the rules of health to say."""
+    jobs = Jobs(cluster, tmp_path)
+    jobs.submit("first", gpus=1)
+    assert jobs.environment("first")["CUDA_VISIBLE_DEVICES"] == "0"
+    injector = Injector(OnLocalCluster(cluster))
+    injector.inject(GpuLost("n1", 1))
+    wait_for(lambda: jobs.client.nodes()[0]["gpus_free"] == 1)
+    jobs.submit("second", gpus=1)
+    assert jobs.environment("second")["CUDA_VISIBLE_DEVICES"] == "2"
+    jobs.end("second")
+    wait_for(lambda: jobs.client.nodes()[0]["gpus_free"] == 1)
+    silent = injector.inject(GpuDriverSilent("n1"))
+    wait_for(lambda: jobs.client.nodes()[0]["gpus_free"] == 0)
+    jobs.submit("third", gpus=1)
+    wait_for(lambda: jobs.client.job("third").body["deferred"] is not None)
+    injector.heal(silent)
+    assert jobs.environment("third")["CUDA_VISIBLE_DEVICES"] == "2"
+    jobs.end("first", "third")
+    assert all(jobs.client.job(name).body["generation"] == 1 for name in ("first", "second", "third"))

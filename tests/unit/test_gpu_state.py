@@ -123,13 +123,14 @@ class Cluster:
         raise AssertionError(name)
 
 
-async def watch_at(root: Path, option: str = "sim:h100x8", boot: str = "boot-1") -> GpuWatch:
+async def watch_at(root: Path, option: str = "sim:h100x8", boot: str = "boot-1", *, look: bool = True) -> GpuWatch:
     watch = GpuWatch("simulated", root, boot, structured_logging("error"))
     cards = simulated(option, "me").gpus
     watch.only({gpu.uuid for gpu in cards})
     watch.backend = SimulatedGpus(cards, root, watch.counted, watch.happened)
     await watch.open()
-    await watch.look()
+    if look:
+        await watch.look()
     return watch
 
 
@@ -158,7 +159,10 @@ async def test_an_xid_is_counted_once_whoever_looks(tmp_path: Path) -> None:
     (report,) = watch.reports
     assert (report.uuid, report.state, [(x.xid, x.count) for x in report.xids]) == (watch.inventory.gpus[3].uuid, "present", [(94, 2)])
     assert report.xids[0].last_at_ms > 0
-    again = await watch_at(tmp_path)
+    # The next agent says so from the beginning: no report would mean that the GPU is as it should be.
+    again = await watch_at(tmp_path, look=False)
+    assert again.reports == watch.reports
+    await again.look()
     assert again.reports == watch.reports
     assert unusable(again) == []
 
@@ -213,6 +217,8 @@ async def test_a_silent_driver_keeps_all_of_the_node_from_new_work(tmp_path: Pat
     assert watch.driver is not None
     assert watch.driver.state == "silent"
     assert [(r.state, len(r.xids)) for r in watch.reports] == [("stale", int(i == 1)) for i in range(8)]
+    again = await watch_at(tmp_path, look=False)
+    assert (again.driver, unusable(again)) == (watch.driver, list(range(8)))
     injector.heal(record)
     await watch.look()
     assert (unusable(watch), watch.driver, len(watch.reports)) == ([], None, 1)
