@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import click
 
 from gangline.core.model.codec import BadFrame
+from gangline.core.model.execwire import good_key
 from gangline.core.store.api import StoreError
 from gangline.core.store.endpoints import TlsFiles
 from gangline.core.store.etcd import EtcdStore
@@ -39,6 +40,7 @@ EXIT_LOG_UNREADABLE = 70
 @click.option("--state-dir", default="./.gangline/leader", type=click.Path(path_type=Path), help="Where the archive of the log goes.")
 @click.option("--leader-ttl", default=6.0, help="Seconds after which a silent leader is replaced.")
 @click.option("--token-file", type=click.Path(exists=True, path_type=Path), help="Bearer tokens, one a line. Needed beyond loopback.")
+@click.option("--exec-key-file", type=click.Path(exists=True, path_type=Path), help="Key that agents have too: for commands in ranks.")
 @click.option("--allowed-host", multiple=True, help="Host name under which the API may be called; may be given several times.")
 @click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 def main(**options: object) -> None:
@@ -48,15 +50,17 @@ def main(**options: object) -> None:
 
 async def _run(
     cluster: str, etcd: str, etcd_ca: Path | None, etcd_cert: Path | None, etcd_key: Path | None, name: str, listen: str, advertise_url: str,
-    state_dir: Path, leader_ttl: float, token_file: Path | None, allowed_host: tuple[str, ...], log_level: str,
+    state_dir: Path, leader_ttl: float, token_file: Path | None, exec_key_file: Path | None, allowed_host: tuple[str, ...], log_level: str,
 ) -> int:  # fmt: skip
     calm_garbage_collector()
     journal = structured_logging(log_level, component="leader", scheduler=name)
     host, _, port = listen.rpartition(":")
-    options = ApiOptions(
-        host=host.strip("[]"), port=int(port), token_file=str(token_file or ""), allowed_hosts=(*allowed_host, *_host_of(advertise_url))
-    )
     try:
+        exec_key = good_key(exec_key_file.read_bytes()) if exec_key_file is not None else b""
+        options = ApiOptions(
+            host=host.strip("[]"), port=int(port), token_file=str(token_file or ""), allowed_hosts=(*allowed_host, *_host_of(advertise_url)),
+            exec_key=exec_key,
+        )  # fmt: skip
         keys = Keys(cluster)
         check_listen(options.host, options.token_file)
     except (ValueError, CannotListen) as e:

@@ -20,6 +20,7 @@ from gangline.core.model.jobfile import MAX_BYTES
 from gangline.leader.api_cluster import ClusterRoutes
 from gangline.leader.api_context import ApiOptions, Context
 from gangline.leader.api_events import EventRoutes
+from gangline.leader.api_exec import ExecRoutes
 from gangline.leader.api_guard import CannotListen, Guard, check_listen
 from gangline.leader.api_http import MAX_BODY, Refusal, from_aiohttp
 from gangline.leader.api_jobs import JobRoutes
@@ -67,6 +68,7 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
             web.delete("/v1/jobs/{job}", writes(jobs.stop, _SMALL)),
             web.get("/v1/jobs/{job}/story", events.story),
             web.get("/v1/jobs/{job}/logs", logs.logs),
+            web.post("/v1/jobs/{job}/exec", ExecRoutes(context).execute),
             web.get("/v1/jobs/{job}/why", why.why),
             web.get("/v1/jobs/{job}/when", why.when),
             web.get("/v1/nodes", cluster.nodes),

@@ -56,6 +56,8 @@ class ApiOptions(msgspec.Struct, frozen=True):
     heartbeat_s: float = 15.0
     #: pause between two looks at a log that is followed: from the first after news to the last in silence
     log_poll_s: tuple[float, float] = (0.2, 2.0)
+    #: what commands in ranks are signed with for agents, empty: none is run
+    exec_key: bytes = b""
 
 
 class Context:

@@ -26,6 +26,7 @@ from gangline.nodeagent import cgroups, nodefile, rankfile
 from gangline.nodeagent.connection import ConnectingNode
 from gangline.nodeagent.devices import Inventory, kind_of, simulated
 from gangline.nodeagent.environment import base_environment
+from gangline.nodeagent.execute import read_key
 from gangline.nodeagent.fence import Fence
 from gangline.nodeagent.gangs import Node
 from gangline.nodeagent.gpus import GpuWatch
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--state-dir", type=Path, help="where this agent keeps its state and logs (default: /var/lib/gangline/NODE)")
     add("--lease-ttl", type=_ttl, default=8.0, metavar="SECONDS", help="time after which a silent node is lost (default: %(default)s)")
     add("--listen", type=_listen, default=("127.0.0.1", 0), metavar="HOST:PORT", help="where logs and metrics are served (default: 127.0.0.1:0)")
+    add("--exec-key-file", type=Path, metavar="FILE", help="key of the schedulers that may run commands in ranks (default: none may)")
     add("--stop-ranks", action="store_true", help="at the end, stop the ranks of this node; without it they go on for the next agent")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
@@ -135,7 +137,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     return Settings(
         node=options.node, address=options.address, labels=dict(options.labels), cpus_milli=int(options.cpus * 1000),
         memory_mib=options.memory, lease_ttl_s=options.lease_ttl, listen_host=host, listen_port=port, stop_ranks=options.stop_ranks,
-        version=_version(),
+        version=_version(), exec_key=read_key(options.exec_key_file),
     )  # fmt: skip
 
 

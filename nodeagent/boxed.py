@@ -175,7 +175,7 @@ def enter(box: Box, workdir: str, *, private: bool, parent: int) -> str:
     try:
         join_groups(box)
         step = "resource limits"
-        _limit(box["rlimits"])
+        limit(box["rlimits"])
         step = "mounts"
         _mount_all(box)
         if private:
@@ -205,12 +205,16 @@ def become_user(user: dict[str, Any] | None) -> None:
     os.setresuid(user["uid"], user["uid"], user["uid"])
 
 
-def _limit(limits: list[tuple[int, int, int]]) -> None:
+def limit(limits: list[tuple[int, int, int]]) -> None:
+    """Set resource limits: (resource, soft, hard) each. Raises OSError."""
     if limits:
         import resource
 
         for which, soft, hard in limits:
-            resource.setrlimit(which, (soft, hard))
+            try:
+                resource.setrlimit(which, (soft, hard))
+            except ValueError as e:  # above what this process may give
+                raise OSError(errno.EPERM, str(e)) from None
 
 
 def _mount_all(box: Box) -> None:

@@ -22,13 +22,14 @@ from gangline.core.model.roles import of_role
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import StoreError
 from gangline.core.telemetry import Log, SpanKind
-from gangline.nodeagent import jobevents
-from gangline.nodeagent.adoption import RankStatus, local_rank, stored_statuses
+from gangline.nodeagent import jobevents, rankfile
+from gangline.nodeagent.adoption import RankStatus, local_rank, read_status, stored_statuses
 from gangline.nodeagent.cgroups import Layout
 from gangline.nodeagent.devices import Inventory
 from gangline.nodeagent.drivers.choice import Drivers
 from gangline.nodeagent.drivers.driver import Site
 from gangline.nodeagent.environment import Here, rank_environment, user_environment
+from gangline.nodeagent.execute import Inside, NoSuchRank
 from gangline.nodeagent.isolation import Refused
 from gangline.nodeagent.jobsocket import JobSocket, RankRef
 from gangline.nodeagent.journal import RankJournal
@@ -355,6 +356,22 @@ class Gangs:
             fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, share=r.share, **_locks(r),
         )  # fmt: skip
         return self._drivers.of(spec).box(launch, spec, r, record.ready)
+
+    def inside(self, job: str, rank: int, command: list[str]) -> Inside:
+        """Return how to run a command in a running rank. Raises NoSuchRank, Refused."""
+        gang, record = self._gangs.get(job), self._records.get(job)
+        found = next((r for r in gang.live if r.rank == rank), None) if gang is not None else None
+        ref = RankRef(job, found.generation, rank) if found is not None else None
+        status = read_status(self._state.root / rankfile.status_path(job, ref.generation, rank)) if ref is not None else None
+        if ref is None or status is None or status.state != "running" or record is None or record.spec is None:
+            raise NoSuchRank(f"rank {rank} of {job} does not run on this node")
+        argv = self._drivers.of(record.spec).inside(status, record.spec, record.ready, command)
+
+        def alive() -> bool:
+            now = self._rank(ref)
+            return now is not None and now.live
+
+        return Inside(argv, alive)
 
     # ---------------------------------------------------------------- what ranks and supervisors say
 

@@ -1,4 +1,4 @@
-"""What the agent serves over HTTP: health, metrics and the logs of its ranks. Read only."""
+"""What the agent serves over HTTP: health, metrics, the logs of its ranks, and commands inside of them that a scheduler has signed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from gangline.core.model.execwire import MAX_BODY
 from gangline.core.telemetry import Telemetry
 from gangline.nodeagent import logs
+from gangline.nodeagent.execute import Execute
 
 LIMIT_MAX = 1 << 22
 _LIMIT = 1 << 20
@@ -21,17 +23,19 @@ class AgentHttp:
 
     def __init__(
         self, state_dir: Path, telemetry: Telemetry, *,
-        health: Callable[[], dict[str, object]], ended: Callable[[str, int, int], bool],
+        health: Callable[[], dict[str, object]], ended: Callable[[str, int, int], bool], execute: Execute,
     ) -> None:  # fmt: skip
         """`ended` tells whether a rank, given as job, generation and rank, writes no more."""
         self._logs = state_dir / "logs"
         self._telemetry = telemetry
         self._health = health
         self._ended = ended
-        app = web.Application(client_max_size=1024)
+        self._execute = execute
+        app = web.Application(client_max_size=MAX_BODY)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/logs/{job}/{rank}", self._log)
+        app.router.add_post("/v1/exec/{job}/{rank}", self._exec)
         app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
 
@@ -75,6 +79,9 @@ class AgentHttp:
             "Gangline-Log-Ended": "true" if self._ended(job, chunk.generation, rank) else "false",
         }
         return web.Response(body=chunk.data, headers=headers, content_type="text/plain", charset="utf-8")
+
+    async def _exec(self, request: web.Request) -> web.StreamResponse:
+        return await self._execute.handle(request, _number(request.match_info["rank"], "rank"))
 
 
 def _number(text: str, name: str) -> int:

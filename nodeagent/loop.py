@@ -25,6 +25,7 @@ from gangline.core.store.api import StoreError
 from gangline.core.store.node import NodeStore
 from gangline.core.telemetry import Log, Telemetry
 from gangline.nodeagent import gpumetrics, logs
+from gangline.nodeagent.execute import Execute
 from gangline.nodeagent.fence import Fence
 from gangline.nodeagent.gangs import Gangs, Node
 from gangline.nodeagent.gpus import GpuWatch
@@ -58,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True):
     listen_port: int
     stop_ranks: bool = False
     version: str = ""
+    #: what schedulers sign commands with, empty: none is run
+    exec_key: bytes = b""
 
 
 class Agent:
@@ -83,7 +86,8 @@ class Agent:
         self._reporter = Reporter(store, self._document, lambda: barriers(self._desired), self._dirty, self._written, self._not_ours, log)
         self._specs = Specs(store.job_specs)
         self._gangs = Gangs(node, state, job_spec=self._job_spec, changed=self._changed, log=log)
-        self._http = AgentHttp(state.root, telemetry, health=self.health, ended=self._rank_ended)
+        self._http = AgentHttp(state.root, telemetry, health=self.health, ended=self._rank_ended,
+                               execute=Execute(node.name, settings.exec_key, self._gangs.inside, log))  # fmt: skip
         self._url = ""
         self._liveness = Liveness(
             store, self._registration, fence, ttl_s=settings.lease_ttl_s, ask=self._ask, registered=self._registered, log=log

@@ -58,7 +58,7 @@ def become(
         os.dup2(devnull, 0)
         os.dup2(out_w, 1)
         os.dup2(out_w, 2)
-        _volunteer_for_oom_killer()
+        volunteer_for_oom_killer()
         if box is None or box["container"] is None:
             # A container's runtime is to take it from the container, and needs its own rights for making one.
             kernel.no_new_privileges()
@@ -68,7 +68,7 @@ def become(
             step = f"working directory {workdir}"
             os.chdir(workdir)
         step = f"command {command[0]!r}"
-        _exec(found, command, env)
+        execute(found, command, env)
     except BaseException as e:  # noqa: BLE001 - whatever it is, this process must not go on as a second supervisor
         reason = e.strerror if isinstance(e, OSError) and e.strerror else repr(e)
         os.write(exec_w, f"{step}: {reason}".encode()[:4096])
@@ -85,7 +85,7 @@ def _enter(box: Box, workdir: str, exec_w: int, *, private: bool, parent: int) -
         os._exit(127)
 
 
-def _exec(found: list[str], command: list[str], env: dict[str, str]) -> None:
+def execute(found: list[str], command: list[str], env: dict[str, str]) -> None:
     """Execute the first that can be. Raises OSError: of the first that is there, as a shell does."""
     first: OSError | None = None
     for program in found:
@@ -98,7 +98,7 @@ def _exec(found: list[str], command: list[str], env: dict[str, str]) -> None:
     raise first or OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
-def _volunteer_for_oom_killer() -> None:
+def volunteer_for_oom_killer() -> None:
     """Make the kernel take ranks before agents when memory runs out. A container may forbid it; then nothing is lost."""
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)

@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -183,6 +184,11 @@ class Client:
         """Return bytes of one rank's log. The body is bytes. Is not repeated: a node that cannot be reached may stay so."""
         return self.request("GET", f"/v1/jobs/{segment(job)}/logs", query, repeat=True, patient=False, raw=True)
 
+    def execute(self, job: str, rank: int, command: list[str]) -> Iterator[bytes]:
+        """Run a command in a rank; yield the bytes of its frames (core/model/execwire.py) as they come. Is not repeated."""
+        body = {"rank": rank, "command": command}
+        return self.stream(f"/v1/jobs/{segment(job)}/exec", body=body, accept="application/octet-stream")
+
     # ------------------------------------------------------------ requests
 
     def get(self, path: str, query: Query | None = None) -> Answer:
@@ -238,9 +244,13 @@ class Client:
         except _Again as again:
             raise again.cause from None
 
-    def stream(self, path: str, query: Query | None = None) -> Iterator[bytes]:
-        """Yield the lines of an endless answer as they come; ends when the connection does. Raises ApiError or Unreachable at the start."""
-        target, tried = _target(path, self._own_writes(path, query)), []
+    def stream(self, path: str, query: Query | None = None, *, body: Any = None, accept: str = "application/x-ndjson") -> Iterator[bytes]:
+        """Yield an endless answer as it comes, in lines, or in pieces that are none when something is sent; ends when the connection does.
+
+        Raises ApiError or Unreachable at the start.
+        """
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body, allow_nan=False).encode())
+        target, tried = _target(path, self._own_writes(path, query) if body is None else query), []
         for url in self._in_turn():
             try:
                 connection = self._connect(url)
@@ -249,7 +259,7 @@ class Client:
                 continue
             connection.sock.settimeout(STREAM_TIMEOUT_S)
             try:
-                self._send(connection, "GET", target, None, {"Accept": "application/x-ndjson"})
+                self._send(connection, method, target, data, {"Accept": accept})
                 answer = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 tried.append((url, _why(error)))
@@ -259,7 +269,7 @@ class Client:
                 if answer.status != 200:
                     raise _error(answer.status, answer.read(1 << 20))
                 with contextlib.suppress(OSError, http.client.HTTPException):
-                    yield from iter(answer.readline, b"")
+                    yield from iter(answer.readline if body is None else partial(answer.read1, 1 << 16), b"")
                 return
             finally:
                 connection.close()

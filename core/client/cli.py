@@ -32,6 +32,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "when": ("why", "Estimate when a job starts, or ends."),
         "story": ("read", "Tell what happened to a job, from the log."),
         "logs": ("logs", "Print what the ranks of a job print."),
+        "exec": ("execute", "Run a command beside a rank, inside its isolation."),
         "wait": ("wait", "Wait until jobs have ended, and say how."),
         "stop": ("wait", "Stop jobs."),
         "hold": ("hold", "Keep jobs from being started."),

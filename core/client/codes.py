@@ -198,6 +198,13 @@ CODES: dict[str, tuple[str, str, str]] = {
         "The API has no such path; perhaps client and scheduler differ in version.",
         "See docs/api.md.",
     ),
+    "not_running": ("the rank does not run", "A command can be run beside a rank only while that runs.", "Look at the job: gangline show JOB."),
+    "exec_switched_off": (
+        "no commands in ranks",
+        "Schedulers and agents run commands in ranks only when both have the same key, --exec-key-file.",
+        "Ask whoever runs the cluster; docs/nodes.md says how it is switched on.",
+    ),
+    "bad_command": ("not a command", "The command has no words, too many, or one that no program can be given.", "Look at the message."),
     "no_log": ("no log yet", "The rank has not printed anything, has not started, or its node has removed the log.", "Try again later."),
     "beyond_the_end": ("behind the end of the log", "The rank has not printed so much.", "Ask for a smaller offset."),
     "agent_unreachable": (
@@ -205,7 +212,11 @@ CODES: dict[str, tuple[str, str, str]] = {
         "Logs are read from the node that has them, and its agent cannot be reached. What runs there need not be hurt.",
         "`gangline nodes` shows whether it is lost; try again later.",
     ),
-    "agent_refused": ("the node refuses", "The agent of the node did not give the log.", "Look into the agent's own log."),
+    "agent_refused": (
+        "the node refuses",
+        "The agent of the node did not give the log, or did not run the command.",
+        "Look into the agent's own log.",
+    ),
     "compacted": (
         "the log begins later",
         "The entry is in the archive and no longer in the store.",

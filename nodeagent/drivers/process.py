@@ -42,7 +42,7 @@ class ProcessDriver:
         limits = msgspec.structs.replace(limits_of(spec, rank, site.rules), denied=denied)
         name = rank_name(launch.job, launch.generation, launch.rank)
         groups = groups_of(site.layout, site.base, name, limits, site.rules)
-        rlimits = tuple((which, most, most) for which, most in site.rules.ranks.rlimits)
+        rlimits = _rlimits(site)
         if not (groups or rlimits or ready.user or ready.mounts):
             return launch
         user = ready.user
@@ -57,7 +57,7 @@ class ProcessDriver:
         groups = [path for path in self._group_paths(status) if os.path.isdir(path)]
         request = {
             "pid": status.pid, "start": status.pid_start, "groups": groups, "user": msgspec.to_builtins(ready.user),
-            "mounts": bool(ready.mounts), "command": list(command),
+            "mounts": bool(ready.mounts), "rlimits": _rlimits(self._site), "command": list(command),
         }  # fmt: skip
         return [sys.executable, "-I", "-S", "-c", _BOOT, str(Path(boxed.__file__).parent), msgspec.json.encode(request).decode()]
 
@@ -70,6 +70,10 @@ class ProcessDriver:
     def _group_paths(self, status: RankStatus) -> list[str]:
         name = rank_name(status.job, status.generation, status.rank)
         return [group.path for group in self._site.layout.of_rank(self._site.base, name, _SOME)]
+
+
+def _rlimits(site: Site) -> tuple[tuple[int, int, int], ...]:
+    return tuple((which, most, most) for which, most in site.rules.ranks.rlimits)
 
 
 _BOOT = """

@@ -318,7 +318,10 @@ class LocalCluster:
         data = self._layout.root / name
         if kind == "etcd":
             return etcd_server.command(binary, name, data, description, self._etcd_options)
-        common = {"cluster": description.cluster, "etcd": ",".join(description.etcd), "state-dir": str(data), "log-level": self._log_level}
+        common = {
+            "cluster": description.cluster, "etcd": ",".join(description.etcd), "state-dir": str(data), "log-level": self._log_level,
+            "exec-key-file": str(self._layout.exec_key()),
+        }  # fmt: skip
         if kind == "scheduler":
             listen = urlsplit(description.schedulers[int(name[1:]) - 1]).netloc
             options = {"name": name, "listen": listen, "leader-ttl": f"{self._leader_ttl_s:g}", **common}

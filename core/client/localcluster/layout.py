@@ -4,6 +4,7 @@ cluster.json      a Description: where it is reached and how large it is; outliv
 run/<name>.json   a Process, written as soon as it was started
 logs/<name>.log   what the process prints
 <name>/           its data: e1 etcd, s1 s2 schedulers, n1 n2 … agents
+exec.key          what schedulers sign commands in ranks with
 lock              held while somebody starts or ends processes
 """
 
@@ -93,6 +94,17 @@ class Layout:
         """Make the folders that everything else needs."""
         for folder in (self.root, self.logs, self.run):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def exec_key(self) -> Path:
+        """Return the file of the key for commands in ranks, made on first use."""
+        path = self.root / "exec.key"
+        with contextlib.suppress(FileExistsError):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, f"{os.urandom(32).hex()}\n".encode())
+            finally:
+                os.close(fd)
+        return path
 
     def log(self, name: str) -> Path:
         """Return the file of what a process prints."""
