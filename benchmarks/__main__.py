@@ -93,5 +93,23 @@ def decide(nodes: int, gpus: int, jobs: int, profile: str, curve: bool, as_json:
     _show(run(nodes, gpus, jobs, profile), as_json)
 
 
+@main.command()
+@click.argument("name", type=click.Choice(["baseline", "topology", "large_scale", "kai_scale"]))
+@click.option("--cohorts", default=0, help="Run only so many cohorts of the workload; 0: all.")
+@click.option("--case", "cases", multiple=True, metavar="CASE", help="kai_scale: only this case; may be given several times.")
+@click.option("--nodes", default=0, help="kai_scale: so many nodes instead of 500 or 512; what runs on them shrinks with them.")
+@JSON
+def workloads(name: str, cohorts: int, cases: tuple[str, ...], nodes: int, as_json: bool) -> None:
+    """Published throughput workloads end to end: a real etcd and scheduler, simulated agents; beside what others published."""
+    if name == "kai_scale":
+        from gangline.benchmarks.kaiscale import run as run_cases
+
+        _show(run_cases(cases, nodes), as_json)
+        return
+    from gangline.benchmarks.workloads import run
+
+    _show(run(name, cohorts), as_json)
+
+
 if __name__ == "__main__":
     main(prog_name="gangline bench")

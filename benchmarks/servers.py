@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -19,13 +19,13 @@ _START_S = 20.0
 
 
 @contextlib.contextmanager
-def etcd() -> Iterator[str]:
-    """Run one etcd member on loopback and yield its endpoint."""
+def etcd(started: Callable[[int], None] = lambda pid: None) -> Iterator[str]:
+    """Run one etcd member on loopback and yield its endpoint; `started` is told its process id."""
     binary = shutil.which("etcd")
     if binary is None:
         raise click.ClickException("no etcd on PATH: `make setup` installs one")
     folder = tempfile.mkdtemp(prefix="gangline-bench-")
-    client, peer = _free_port(), _free_port()
+    client, peer = free_port(), free_port()
     url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
     with (Path(folder) / "etcd.log").open("wb") as out:
         process = subprocess.Popen(
@@ -35,6 +35,7 @@ def etcd() -> Iterator[str]:
             stdout=out, stderr=out, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     try:
+        started(process.pid)
         _wait_until_healthy(url, process)
         yield f"127.0.0.1:{client}"
     finally:
@@ -53,7 +54,8 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
     raise click.ClickException("etcd did not start")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port on loopback that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
