@@ -78,7 +78,10 @@ def without_holds(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> 
 
 
 def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
-    """Pass over the shapes of which not even one rank fits anywhere, without putting their queues in order."""
+    """Pass over the shapes that queues do not allow, or of which not even one rank fits anywhere, without putting their queues in order.
+
+    Nothing becomes free in this pass: a limit that is full now stays so.
+    """
     # Where queues have amounts by GPU model, what fits for one does not for another.
     tried: dict[tuple[int, Queue | None, bool], bool] = {}
     for queue, groups in world.waiting_groups().items():
@@ -86,6 +89,9 @@ def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
             if growing(group.first) or order.failed(queue, signature):
                 continue
             first = group.first
+            if (refusal := closed(world, first, next_chunk(first))) is not None:
+                order.fail(signature, refusal, queue)
+                continue
             only = queue if queue.models else None
             for request in group.requests():
                 key = (request.number, only, first.preemptible if only else True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from gangline.core.policy import evicting
 from gangline.core.policy.gangs import Job, Rank, RankState
+from gangline.core.policy.gates import tightest_limit
 from gangline.core.policy.moves import Moves
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.report import Notes
@@ -24,8 +25,13 @@ def consolidate(world: World, placer: Placer, notes: Notes) -> None:
     """Move what makes room for waiting jobs."""
     mig = sum(GPU * mig_gpus(p) * max(0, later) for n in world.nodes for p, later in n.mig_later.items())
 
-    def offer(job: Job, _chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
+    def hopeless(job: Job, need: Vector) -> bool:
         if not job.preemptible or need[0] > world.free_later()[0] + mig:
+            return True
+        return world.options.quotas and tightest_limit(job.queue, need) is not None
+
+    def offer(job: Job, _chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
+        if hopeless(job, need):
             return None
         if world.moves is not None:
             return _worth_it(world, world.moves, job, need)
@@ -33,7 +39,7 @@ def consolidate(world: World, placer: Placer, notes: Notes) -> None:
         return jobs, {}, lambda lost, _need: not lost
 
     if world.moves is None or world.moves.movable:
-        evicting.run(world, placer, notes, "consolidate", offer)
+        evicting.run(world, placer, notes, "consolidate", offer, hopeless)
 
 
 def _worth_it(world: World, moves: Moves, job: Job, need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:

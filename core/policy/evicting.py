@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, has_minimum, next_chunk
+from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, growing, has_minimum, next_chunk
 from gangline.core.policy.order import victims_in_order, waiting_order
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.potential import rises
@@ -17,16 +17,27 @@ from gangline.core.policy.world import World
 #: (preemptor, its chunk, what it asks for) → whom it may evict, of whom only the surplus, and the last word; None: nobody
 Offer = Callable[[Job, list[Rank], Vector], "tuple[list[Job], dict[Job, None], Validate] | None"]
 
+#: (a waiting job, what it asks for) → whether the pass can say at a glance that nobody may be evicted for it, or for any that is placed alike
+Hopeless = Callable[[Job, Vector], bool]
+
 #: jobs that are looked at although one that is placed alike has failed, in one pass
 _APART = 50
 _FAILED = Refusal("no_victims", "nobody may be evicted for it")
 
 
-def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer) -> None:
-    """Go through the waiting jobs; each gets its next chunk if victims are found for it."""
+def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer, hopeless: Hopeless) -> None:
+    """Go through the waiting jobs; each gets its next chunk if victims are found for it.
+
+    Shapes that are hopeless as the pass begins are passed over without putting their queues in order: with a thousand queues that wait, that is
+    most of what a session would cost. What changes that (somebody else's eviction in this pass) counts from the next session on.
+    """
     for hold in world.holds.of_gangs():
         world.lift(hold)
     order = waiting_order(world)
+    for queue, groups in world.waiting_groups().items():
+        for signature, group in groups.items():
+            if not growing(group.first) and hopeless(group.first, group.vector(world.smallest_device_mib)):
+                order.fail(signature, _FAILED, queue)
     apart = _APART
     while (popped := order.pop()) is not None:
         job, signature = popped

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from gangline.core.policy.gangs import Job, Rank, charge_of
 from gangline.core.policy.models import tightest
+from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal, over_bound, over_model_bound
-from gangline.core.policy.requests import Request
+from gangline.core.policy.requests import Request, Vector
 from gangline.core.policy.world import World
 
 
@@ -30,6 +31,17 @@ def closed(world: World, job: Job, chunk: list[Rank]) -> Refusal | None:
             if need[r] and not job.preemptible and queue.nonpreemptible[r] + need[r] > queue.quota[r]:
                 return over_bound("over_quota", queue.name, r, need[r], queue.quota[r] - queue.nonpreemptible[r])
     return _closed_by_model(world, job, chunk) if job.queue.models and need[0] else None
+
+
+def tightest_limit(queue: Queue, need: Vector) -> Queue | None:
+    """Return the lowest queue of the path whose limit does not allow `need`; None if all do.
+
+    Only what leaves that queue, or one below it, can help: what is evicted elsewhere, or moved, leaves it as full as it was.
+    """
+    for q in queue.path:
+        if any(need[r] and q.allocated[r] + need[r] > q.limit[r] for r in range(3)):
+            return q
+    return None
 
 
 def _closed_by_model(world: World, job: Job, chunk: list[Rank]) -> Refusal | None:

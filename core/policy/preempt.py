@@ -19,15 +19,16 @@ from gangline.core.policy.world import World
 def preempt(world: World, placer: Placer, notes: Notes) -> None:
     """Evict less important work of the same queue for waiting jobs."""
 
-    def offer(job: Job, _chunk: list[Rank], _need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
-        if not world.options.priorities:
+    def hopeless(job: Job, _need: Vector) -> bool:
+        return not world.options.priorities or all(priority >= job.priority for priority in job.queue.yielding)
+
+    def offer(job: Job, _chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
+        if hopeless(job, need):
             return None
         lower = [some for priority, some in job.queue.yielding.items() if priority < job.priority]
-        if not lower:
-            return None
         jobs = [j for some in lower for j in some]
         least = next((q.preempt_min_runtime_s for q in job.queue.path if q.preempt_min_runtime_s is not None), 0.0)
         protected = {j: None for j in jobs if j.started_s_ago is not None and j.started_s_ago < least} if least > 0 else {}
         return jobs, protected, lambda _lost, _need: True
 
-    evicting.run(world, placer, notes, "preempt", offer)
+    evicting.run(world, placer, notes, "preempt", offer, hopeless)

@@ -10,7 +10,8 @@ Victims are preemptible jobs of other leaf queues, of any priority. A reclaimer 
 3. afterwards, at each level of the reclaimer's path and for every sibling that lost something: the reclaimer's side is not over its fair
    share at a ratio (allocated / fair share) that is at least the sibling's. At or below the fair share always passes, and siblings without a
    fair share are not looked at. So the order of who is furthest over is never turned round, and A cannot take from B what B then takes back;
-4. R's quota for non-preemptible work holds at every level (gates.py);
+4. R's quota for non-preemptible work, and limits, hold at every level (gates.py). Where a limit is full, only work below the queue that has
+   it is of any help, and where the chunk would fit otherwise, nobody else is looked at;
 5. no victim is within its minimum runtime. That of the victim's side just below the common ancestor counts, else that of the next queue
    upwards that has one. An elastic job within it may still lose its surplus;
 6. where queues have amounts by GPU model (models.py): no slice is taken with GPUs of a model of which the victim's queue, or one above it up to
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 from gangline.core.policy import evicting
 from gangline.core.policy.gangs import Job, Rank
+from gangline.core.policy.gates import tightest_limit
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.queues import Queue, path_split
 from gangline.core.policy.report import Notes
@@ -37,13 +39,24 @@ from gangline.core.policy.world import World
 def reclaim(world: World, placer: Placer, notes: Notes) -> None:
     """Evict work of queues that have more than their share for waiting jobs of queues that have less."""
 
-    def offer(job: Job, chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
+    def hopeless(job: Job, need: Vector) -> bool:
         queue = job.queue
         if not within(add(queue.allocated, need), queue.fair_share):
-            return None
+            return True
         if not job.preemptible and not within(add(queue.nonpreemptible, need), queue.quota):
+            return True
+        full = tightest_limit(queue, need) if world.options.quotas else None
+        return full is not None and not _givers(queue, need, full)
+
+    def offer(job: Job, chunk: list[Rank], need: Vector) -> tuple[list[Job], dict[Job, None], Validate] | None:
+        if hopeless(job, need):
             return None
-        jobs = _candidates(world, queue, need, any(r.request.mig for r in chunk))
+        queue = job.queue
+        full = tightest_limit(queue, need) if world.options.quotas else None
+        if full is not None and _has_room(world, placer, job, chunk):
+            jobs = [j for q in _givers(queue, need, full) for j in q.working_below() if j.preemptible]
+        else:
+            jobs = _candidates(world, queue, need, any(r.request.mig for r in chunk))
         if not jobs:
             return None
         protected = {j: None for j in jobs if _within_min_runtime(queue, j)}
@@ -53,7 +66,25 @@ def reclaim(world: World, placer: Placer, notes: Notes) -> None:
         had = {(q, model): account.allocated for q in world.queues.values() for model, account in q.models.items()}
         return jobs, protected, lambda lost, part: _fair(queue, start, lost, part, ModelRules(job, start, had, lost))
 
-    evicting.run(world, placer, notes, "reclaim", offer)
+    evicting.run(world, placer, notes, "reclaim", offer, hopeless)
+
+
+def _givers(reclaimer: Queue, need: Vector, below: Queue) -> list[Queue]:
+    """Return the siblings at the levels of the path below a queue that have something to give by rule 2 or 6."""
+    return [
+        other
+        for mine in reclaimer.path[: len(reclaimer.path) - len(below.path)]
+        for other in (mine.parent.children if mine.parent is not None else ())
+        if other is not mine and (may_take(mine, other, other.allocated, mine.allocated, need) or _above_its_models(mine, other))
+    ]
+
+
+def _has_room(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> bool:
+    """Whether the chunk has a place as it is, and only a limit keeps it from there: then nobody has to be moved."""
+    mark = world.checkpoint()
+    fits = placer.place(job, chunk, reserve_only=True)
+    world.rollback(mark)
+    return fits
 
 
 def _candidates(world: World, reclaimer: Queue, need: Vector, mig: bool) -> list[Job]:

@@ -25,6 +25,7 @@ from gangline.core.policy.gates import closed
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.order import JobOrder, Slice
 from gangline.core.policy.placing import Placer
+from gangline.core.policy.queues import Queue
 from gangline.core.policy.requests import Vector
 from gangline.core.policy.world import World
 
@@ -76,7 +77,7 @@ class VictimSearch:
         whole = len(part) == self._size
         if (recorded or not whole) and self._simulate(part, recorded):
             return self._used(recorded)
-        gain = _Gain(part, recorded, self._placer)
+        gain = _Gain(self._world, part, recorded, self._placer)
         used = {id(s) for s in recorded}
         on_node: dict[Node, list[Slice]] = {}
         seen = _Seen()
@@ -176,12 +177,13 @@ class VictimSearch:
 
 
 class _Gain:
-    """Counts how many ranks could have devices if victims left, to simulate only what can succeed at all.
+    """Counts how many ranks could have devices if victims left, and what limits would allow, to simulate only what can succeed at all.
 
-    It counts if all ranks of the part want the same number of whole devices; else everything is worth a simulation.
+    Devices are counted if all ranks of the part want the same number of whole devices.
     """
 
-    def __init__(self, part: list[Rank], recorded: list[Slice], placer: Placer) -> None:
+    def __init__(self, world: World, part: list[Rank], recorded: list[Slice], placer: Placer) -> None:
+        self._limits = _Limits(world, part, recorded)
         request = part[0].request
         self._devices = request.count if request.whole and all(r.request is request for r in part) else 0
         self._lacking = 0
@@ -209,7 +211,9 @@ class _Gain:
         return self._ranks(node, had + more) - self._ranks(node, had)
 
     def enough(self, chosen: list[Slice]) -> bool:
-        """Whether there might be devices for all ranks once these victims have left, besides the recorded ones."""
+        """Whether there might be room for all ranks once these victims have left, besides the recorded ones."""
+        if not self._limits.enough(chosen):
+            return False
         if not self._devices or self._lacking <= 0:
             return True
         more: dict[Node, int] = {}
@@ -221,22 +225,60 @@ class _Gain:
         """Begin to add victims one after another."""
         self._more = {}
         self._total = 0
+        self._limits.start()
 
     def add(self, step: Slice) -> bool:
-        """Add victims; whether there might be devices for all ranks now."""
+        """Add victims; whether there might be room for all ranks now."""
+        allowed = self._limits.add(step)
         if not self._devices:
-            return True
+            return allowed
         fresh: dict[Node, int] = {}
         self._count(step, fresh)
         for node, count in fresh.items():
             had = self._more.get(node, 0)
             self._total += self._gained(node, had + count) - self._gained(node, had)
             self._more[node] = had + count
-        return self._total >= self._lacking
+        return allowed and self._total >= self._lacking
 
     def helps(self, node: Node) -> bool:
         """Whether the victims on this node make room for at least one rank."""
         return not self._devices or self._gained(node, self._more.get(node, 0)) > 0
+
+
+class _Limits:
+    """What victims have to leave so that the limits on the preemptor's path allow what it asks for: of each queue, at least what is lacking."""
+
+    def __init__(self, world: World, part: list[Rank], recorded: list[Slice]) -> None:
+        #: queue, resource, and how much is too much there
+        self._lacking: list[tuple[Queue, int, int]] = []
+        self._left: list[int] = []
+        if not world.options.quotas:
+            return
+        need = charge_of(part, world.largest_device_mib)
+        for queue in part[0].job.queue.path:
+            for r in range(3):
+                lacking = queue.allocated[r] + need[r] - queue.limit[r] if need[r] else 0
+                if lacking > 0:
+                    self._lacking.append((queue, r, lacking - sum(_leaves(step, queue, r) for step in recorded)))
+
+    def enough(self, chosen: list[Slice]) -> bool:
+        """Whether it might be enough that these victims leave, besides the recorded ones."""
+        return all(sum(_leaves(step, queue, r) for step in chosen) >= lacking for queue, r, lacking in self._lacking)
+
+    def start(self) -> None:
+        """Begin to add victims one after another."""
+        self._left = [lacking for _, _, lacking in self._lacking]
+
+    def add(self, step: Slice) -> bool:
+        """Add victims; whether it might be enough now."""
+        for at, (queue, r, _) in enumerate(self._lacking):
+            self._left[at] -= _leaves(step, queue, r)
+        return all(left <= 0 for left in self._left)
+
+
+def _leaves(step: Slice, queue: Queue, r: int) -> int:
+    """Return how much of a resource a queue would be charged less without these ranks."""
+    return step.vector[r] if queue in step.job.queue.path else 0
 
 
 def _where(rank: Rank) -> Node:
