@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, growing, has_minimum, next_chunk
+from gangline.core.policy.gates import tightest_limit
 from gangline.core.policy.order import victims_in_order, waiting_order
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.potential import rises
@@ -76,7 +77,8 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
     mark = world.checkpoint()
     admitting = world.let_in(job)
     moves_count = world.options.no_thrash and action != "consolidate"
-    if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate, moves_count).run(chunk):
+    anywhere = not closed and limited_only(world, placer, job, chunk)
+    if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate, moves_count, anywhere).run(chunk):
         world.rollback(mark)
         return False
     wrong = rises(world, job, mark, action)
@@ -89,6 +91,16 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
     notes.serve(job, world.waiting.group_of(job))
     _note_causes(world, notes, action, job, mark)
     return True
+
+
+def limited_only(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> bool:
+    """Whether the chunk has a place as it is, and only the limit of a queue keeps it from there: then nobody has to be moved."""
+    if not world.options.quotas or tightest_limit(job.queue, charge_of(chunk, world.largest_device_mib)) is None:
+        return False
+    mark = world.checkpoint()
+    fits = placer.place(job, chunk, reserve_only=True)
+    world.rollback(mark)
+    return fits
 
 
 def _note_causes(world: World, notes: Notes, action: Action, job: Job, mark: int) -> None:

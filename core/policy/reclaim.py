@@ -53,7 +53,7 @@ def reclaim(world: World, placer: Placer, notes: Notes) -> None:
             return None
         queue = job.queue
         full = tightest_limit(queue, need) if world.options.quotas else None
-        if full is not None and _has_room(world, placer, job, chunk):
+        if full is not None and evicting.limited_only(world, placer, job, chunk):
             jobs = [j for q in _givers(queue, need, full) for j in q.working_below() if j.preemptible]
         else:
             jobs = _candidates(world, queue, need, any(r.request.mig for r in chunk))
@@ -77,14 +77,6 @@ def _givers(reclaimer: Queue, need: Vector, below: Queue) -> list[Queue]:
         for other in (mine.parent.children if mine.parent is not None else ())
         if other is not mine and (may_take(mine, other, other.allocated, mine.allocated, need) or _above_its_models(mine, other))
     ]
-
-
-def _has_room(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> bool:
-    """Whether the chunk has a place as it is, and only a limit keeps it from there: then nobody has to be moved."""
-    mark = world.checkpoint()
-    fits = placer.place(job, chunk, reserve_only=True)
-    world.rollback(mark)
-    return fits
 
 
 def _candidates(world: World, reclaimer: Queue, need: Vector, mig: bool) -> list[Job]:

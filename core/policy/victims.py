@@ -10,6 +10,9 @@ reservation where it fits. So
 - a reservation that was made earlier in the session can be a victim as well: it is withdrawn,
 - and a victim that outranks the preemptor gets its place first, so that the search may fail.
 
+Where there is room already, and only the limit of a queue is in the way, it does not matter where victims are: they are taken in order until the
+limit allows the chunk.
+
 The preemptor must get all of its chunk and pass the gates with the victims gone, at least one victim must be evicted, and the pass must agree
 with what would be lost (`Validate`). Victims on one node are tried before sets spread over several: each new slice is tried with those
 offered before it on the same node. A gang that needs several nodes is solved for its first rank, then for more, each time on top of the victims
@@ -34,13 +37,20 @@ Lost = tuple[Job, Vector, dict[str, int]]
 #: what would be lost, in victim order, and what the preemptor asks for → whether the pass agrees
 Validate = Callable[[list[Lost], Vector], bool]
 
+#: sets that are tried where only limits are in the way
+_MORE = 8
+
 _GIVEN_UP = (RankState.EVICTED, RankState.WITHDRAWN)
 
 
 class VictimSearch:
     """Looks for victims for one waiting job. `offered` gives the slices in victim order."""
 
-    def __init__(self, world: World, placer: Placer, job: Job, offered: Iterator[Slice], validate: Validate, moves_count: bool) -> None:
+    def __init__(
+        self, world: World, placer: Placer, job: Job, offered: Iterator[Slice], validate: Validate, moves_count: bool, anywhere: bool
+    ) -> None:
+        """`anywhere`: there is room, only limits of queues keep the job from it, so it does not matter where the victims are."""
+        self._anywhere = anywhere
         self._world = world
         self._placer = placer
         self._job = job
@@ -54,6 +64,8 @@ class VictimSearch:
 
     def run(self, chunk: list[Rank]) -> bool:
         """Find victims for the whole chunk. On success the world has them evicted and all reservations made; else it is unchanged."""
+        if self._anywhere:
+            return self._first_enough(chunk)
         recorded: list[Slice] = []
         self._size = len(chunk)
         size, step = 0, 1
@@ -72,6 +84,21 @@ class VictimSearch:
                 self._world.rollback(mark)
                 recorded = found
         return True
+
+    def _first_enough(self, chunk: list[Rank]) -> bool:
+        """Take victims in their order until the limits allow the chunk; a few more when the pass does not agree with these."""
+        self._size = len(chunk)
+        limits, seen, tries = _Limits(self._world, chunk, []), _Seen(), _MORE
+        limits.start()
+        for step in self._offered:
+            seen.add(step)
+            if limits.add(step):
+                if self._simulate(chunk, seen.slices):
+                    return True
+                tries -= 1
+                if tries == 0:
+                    return False
+        return False
 
     def _solve(self, part: list[Rank], recorded: list[Slice]) -> list[Slice] | None:
         whole = len(part) == self._size
