@@ -55,6 +55,11 @@ _ROUNDS = 64
 _GRACE_S = 1.0
 #: the store refuses writes until somebody makes space: try the same frame again so often
 _SPACE_RETRY_S = 1.0
+#: after a cycle, the next one lets others have this part of the time that it took, at most so long: what has arrived meanwhile is read then.
+#: Without that, long cycles would take in what comes first after each of them, one document at a time, while all others wait
+_GATHER_PART = 0.15
+_GATHER_MOST_S = 0.05
+_GATHER_LEAST_S = 0.002
 #: look at the brake and the like at least so often
 _IDLE_S = 15.0
 
@@ -103,6 +108,9 @@ class Term:
         #: commands of the cycle under way: whether they are in the log is not known before its commit
         self._taken: list[Pending] = []
         self._next_timer: int | None = None
+        self._monotonic = monotonic
+        #: seconds that the last cycle took
+        self._took_s = 0.0
         self._stopping = False
         self._over = False
 
@@ -169,6 +177,9 @@ class Term:
     async def _loop(self) -> None:
         while not self._stopping:
             await self._inbox.wait(self._wake, self._idle_s())
+            gather_s = min(self._took_s * _GATHER_PART, _GATHER_MOST_S)
+            if gather_s >= _GATHER_LEAST_S:
+                await asyncio.sleep(gather_s)
             self._wake.clear()
             if not self.leadership.valid():
                 # Blocked or cut off for too long: whoever waits is better served by another leader.
@@ -193,7 +204,7 @@ class Term:
 
     async def cycle(self) -> None:
         """Take in everything that has arrived, decide, commit, answer, project."""
-        started = time.monotonic()
+        started, began = time.monotonic(), self._monotonic()
         now = self._clock.now_ms()
         batch = self._begin(now)
         answers = self._take_commands(batch)
@@ -214,6 +225,7 @@ class Term:
         with self._telemetry.span("project", self.state.index):
             projected = self._project(batch)
         took_s = time.monotonic() - started
+        self._took_s = self._monotonic() - began
         self._metrics.cycled(took_s)
         self._journal.info(
             "cycle", index=self.state.index, epoch=batch.epoch, events=sum(len(s.frame.events) for s in batch.frames), rounds=rounds,

@@ -204,6 +204,8 @@ def _not_started(gang: DesiredGang, have: LocalGang) -> tuple[DesiredRank, ...]:
 
 def _held(ranks: tuple[DesiredRank, ...], local: Local) -> bool:
     """Whether a live rank of any gang is still on a device that these ranks are to get, or on the part of it."""
+    if not any(r.gpus for r in ranks):
+        return False
     live = _Taken(local)
     for gang in local.gangs.values():
         for r in gang.live:

@@ -14,8 +14,8 @@ Nothing becomes free in this pass, so what failed once fails for all jobs that a
 
 from __future__ import annotations
 
-from gangline.core.policy.gangs import Job, Rank, charge_of, growing, next_chunk
-from gangline.core.policy.gates import closed
+from gangline.core.policy.gangs import Job, Rank, charge_of, next_chunk
+from gangline.core.policy.gates import closed, closed_to_all
 from gangline.core.policy.order import JobOrder, waiting_order
 from gangline.core.policy.placing import Placer, wait_together
 from gangline.core.policy.queues import Queue
@@ -31,7 +31,8 @@ def allocate(world: World, placer: Placer, notes: Notes) -> None:
     """Place what fits."""
     for hold in world.holds.of_gangs():
         world.lift(hold)
-    order = waiting_order(world)
+    # Nothing becomes free in this pass: what a queue does not allow now, it allows later no more.
+    order = waiting_order(world, passed_over=lambda _, group: closed_to_all(world, group))
     _rule_out(world, placer, order)
     while (popped := order.pop()) is not None:
         job, signature = popped
@@ -78,29 +79,22 @@ def without_holds(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> 
 
 
 def _rule_out(world: World, placer: Placer, order: JobOrder) -> None:
-    """Pass over the shapes that queues do not allow, or of which not even one rank fits anywhere, without putting their queues in order.
-
-    Nothing becomes free in this pass: a limit that is full now stays so.
-    """
+    """Pass over the shapes of which not even one rank fits anywhere, without putting their queues in order."""
     # Where queues have amounts by GPU model, what fits for one does not for another.
     tried: dict[tuple[int, Queue | None, bool], bool] = {}
-    for queue, groups in world.waiting_groups().items():
-        for signature, group in groups.items():
-            if growing(group.first) or order.failed(queue, signature):
-                continue
-            first = group.first
-            if (refusal := closed(world, first, next_chunk(first))) is not None:
-                order.fail(signature, refusal, queue)
-                continue
-            only = queue if queue.models else None
-            for request in group.requests():
-                key = (request.number, only, first.preemptible if only else True)
-                if key not in tried:
-                    tried[key] = not request.plain or best_place(world, _rank_of(first, request), placer.index) is not None
-                if not tried[key]:
-                    placer.refusal = none_fit(world, first, request, group.vector(world.smallest_device_mib))
-                    order.fail(signature, without_holds(world, placer, first, next_chunk(first)), only)
-                    break
+    for queue, signature, group in order.groups:
+        if order.failed(queue, signature):
+            continue
+        first = group.first
+        only = queue if queue.models else None
+        for request in group.requests():
+            key = (request.number, only, first.preemptible if only else True)
+            if key not in tried:
+                tried[key] = not request.plain or best_place(world, _rank_of(first, request), placer.index) is not None
+            if not tried[key]:
+                placer.refusal = none_fit(world, first, request, group.vector(world.smallest_device_mib))
+                order.fail(signature, without_holds(world, placer, first, next_chunk(first)), only)
+                break
 
 
 def _rank_of(job: Job, request: Request) -> Rank:

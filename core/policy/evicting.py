@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, growing, has_minimum, next_chunk
+from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, has_minimum, next_chunk
 from gangline.core.policy.gates import tightest_limit
 from gangline.core.policy.order import victims_in_order, waiting_order
 from gangline.core.policy.placing import Placer
@@ -29,16 +29,13 @@ _FAILED = Refusal("no_victims", "nobody may be evicted for it")
 def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer, hopeless: Hopeless) -> None:
     """Go through the waiting jobs; each gets its next chunk if victims are found for it.
 
-    Shapes that are hopeless as the pass begins are passed over without putting their queues in order: with a thousand queues that wait, that is
-    most of what a session would cost. What changes that (somebody else's eviction in this pass) counts from the next session on.
+    Shapes that are hopeless as the pass begins are left out of the order. What changes that, somebody else's eviction in this pass, counts from
+    the next session on.
     """
     for hold in world.holds.of_gangs():
         world.lift(hold)
-    order = waiting_order(world)
-    for queue, groups in world.waiting_groups().items():
-        for signature, group in groups.items():
-            if not growing(group.first) and hopeless(group.first, group.vector(world.smallest_device_mib)):
-                order.fail(signature, _FAILED, queue)
+    smallest = world.smallest_device_mib
+    order = waiting_order(world, passed_over=lambda first, group: _FAILED if hopeless(first, group.vector(smallest)) else None)
     apart = _APART
     while (popped := order.pop()) is not None:
         job, signature = popped

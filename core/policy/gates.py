@@ -11,11 +11,12 @@ case; predicates.fit looks again when the node is known. Fair share is no gate: 
 
 from __future__ import annotations
 
-from gangline.core.policy.gangs import Job, Rank, charge_of
+from gangline.core.policy.gangs import Job, Rank, charge_of, next_chunk
 from gangline.core.policy.models import tightest
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal, over_bound, over_model_bound
 from gangline.core.policy.requests import Request, Vector
+from gangline.core.policy.waiting import Group
 from gangline.core.policy.world import World
 
 
@@ -23,14 +24,32 @@ def closed(world: World, job: Job, chunk: list[Rank]) -> Refusal | None:
     """Return why the queues do not allow the chunk; None if they do."""
     if not world.options.quotas:
         return None
-    need = charge_of(chunk, world.largest_device_mib)
+    refusal = not_allowed(job, charge_of(chunk, world.largest_device_mib))
+    if refusal is None and job.queue.models:
+        refusal = _closed_by_model(world, job, chunk)
+    return refusal
+
+
+def closed_to_all(world: World, group: Group) -> Refusal | None:
+    """Return why the queues do not allow the next chunk of any job of a group."""
+    if not world.options.quotas:
+        return None
+    first = group.first
+    refusal = not_allowed(first, group.vector(world.largest_device_mib))
+    if refusal is None and first.queue.models:
+        refusal = _closed_by_model(world, first, next_chunk(first))
+    return refusal
+
+
+def not_allowed(job: Job, need: Vector) -> Refusal | None:
+    """Return which queue of the job's path does not allow so much, whatever the models; None if all do."""
     for queue in job.queue.path:
         for r in range(3):
             if need[r] and queue.allocated[r] + need[r] > queue.limit[r]:
                 return over_bound("over_limit", queue.name, r, need[r], queue.limit[r] - queue.allocated[r])
             if need[r] and not job.preemptible and queue.nonpreemptible[r] + need[r] > queue.quota[r]:
                 return over_bound("over_quota", queue.name, r, need[r], queue.quota[r] - queue.nonpreemptible[r])
-    return _closed_by_model(world, job, chunk) if job.queue.models and need[0] else None
+    return None
 
 
 def tightest_limit(queue: Queue, need: Vector) -> Queue | None:

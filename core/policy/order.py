@@ -28,14 +28,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, growing, next_chunk, waiting
+from gangline.core.policy.gangs import Job, Rank, charge_of, eviction_slices, next_chunk, waiting
 from gangline.core.policy.lostwork import victim_keys
 from gangline.core.policy.models import furthest
 from gangline.core.policy.queues import Queue
 from gangline.core.policy.refusals import Refusal
 from gangline.core.policy.requests import GPU, UNLIMITED, ZERO, Vector, add, subtract
 from gangline.core.policy.turns import Line, Turns
-from gangline.core.policy.waiting import Entries, Group, JobKey, Signature, Tail, placed_alike
+from gangline.core.policy.waiting import Entries, Group, JobKey, Signature, Tail, is_growth, placed_alike
 from gangline.core.policy.world import World
 
 QueueKey = tuple[float, ...]
@@ -103,6 +103,8 @@ class JobOrder:
         self._dead: dict[Signature | tuple[Queue, Signature], Refusal] = {}
         #: jobs that were passed over because others that are placed alike had failed, with the reason
         self.skipped: list[tuple[Tail, Refusal]] = []
+        #: the groups that were added
+        self.groups: list[tuple[Queue, Signature, Group]] = []
 
     def push(self, job: Job, vector: Vector, key: JobKey | None = None) -> None:
         """Add a job whose next chunk, or slice, is `vector`."""
@@ -111,6 +113,7 @@ class JobOrder:
     def push_group(self, queue: Queue, signature: Signature, group: Group, vector: Vector) -> None:
         """Add jobs that wait in one queue and are placed alike."""
         entries = group.entries
+        self.groups.append((queue, signature, group))
         self._push(queue, entries[0][0], _Entry(entries[0][1], vector, signature, entries, of=group))
 
     def push_sorted(self, queue: Queue, group: Entries, sizes: Callable[[Job], Vector | None]) -> None:
@@ -145,8 +148,15 @@ class JobOrder:
 
     def pop(self) -> tuple[Job, Signature | None] | None:
         """Return the next job, with its signature if it came from a group; None if none is left."""
-        for leaf in self._stale:
-            self._refresh(leaf)
+        stale = self._stale
+        while stale:
+            # Level by level upwards, so that a queue whose children have all changed is put in order once.
+            above: dict[Queue, None] = {}
+            for stale_queue in stale:
+                self._refresh(stale_queue)
+                if stale_queue.parent is not None:
+                    above[stale_queue.parent] = None
+            stale = above
         self._stale.clear()
         queue = self._first(None)
         if queue is None:
@@ -204,20 +214,20 @@ class JobOrder:
         alike = placed_alike(entry.signature)
         return self._dead.get(alike) or self._dead.get((queue, alike))
 
-    def _refresh(self, leaf: Queue) -> None:
-        for queue in leaf.path:
-            vector = self._best(queue)
-            if vector is None:
-                self._valid.pop(queue, None)
-                continue
-            if self._reverse:
-                picked = add(self._picked.get(queue, ZERO), vector)
-                key = tuple(-k for k in queue_key(self._world, queue, ZERO, picked))
-            else:
-                key = queue_key(self._world, queue, vector)
-            self._count += 1
-            self._valid[queue] = self._count
-            heappush(self._nodes.setdefault(queue.parent, []), (key, self._count, queue))
+    def _refresh(self, queue: Queue) -> None:
+        """Give a queue its new place among its siblings."""
+        vector = self._best(queue)
+        if vector is None:
+            self._valid.pop(queue, None)
+            return
+        if self._reverse:
+            picked = add(self._picked.get(queue, ZERO), vector)
+            key = tuple(-k for k in queue_key(self._world, queue, ZERO, picked))
+        else:
+            key = queue_key(self._world, queue, vector)
+        self._count += 1
+        self._valid[queue] = self._count
+        heappush(self._nodes.setdefault(queue.parent, []), (key, self._count, queue))
 
 
 class _Reversed:
@@ -238,15 +248,27 @@ class _Reversed:
         return hash(self.text)
 
 
-def waiting_order(world: World, growth: bool = False) -> JobOrder:
-    """Return all jobs that wait, in order; or those that run and would grow (grow.py)."""
+def _nobody(_first: Job, _group: Group) -> Refusal | None:
+    return None
+
+
+def waiting_order(world: World, growth: bool = False, passed_over: Callable[[Job, Group], Refusal | None] = _nobody) -> JobOrder:
+    """Return all jobs that wait, in order; or those that run and would grow (grow.py).
+
+    `passed_over` is asked for each group, by its first job: those for which it gives a refusal are left out before they are put in order. With
+    a thousand queues that wait for what their limits do not allow, that is most of what a session costs.
+    """
     order = JobOrder(world)
-    waiting_groups = world.waiting_groups()
-    # In the order of their age: in which order queues came to have waiting jobs must not matter, not even to the order of refusals.
-    for queue in sorted(waiting_groups, key=lambda q: q.seq):
-        for signature, group in waiting_groups[queue].items():
-            if growing(group.first) is growth:
-                order.push_group(queue, signature, group, group.vector(world.smallest_device_mib))
+    smallest = world.smallest_device_mib
+    for queue, groups in world.waiting_groups().items():
+        for signature, group in groups.items():
+            if is_growth(signature) is not growth:
+                continue
+            refusal = passed_over(group.first, group)
+            if refusal is None:
+                order.push_group(queue, signature, group, group.vector(smallest))
+            else:
+                order.skipped.append((Tail(group, group.entries[0][0]), refusal))
     # Those that room is kept for are looked at one by one: from their turn on it is kept (holds.py).
     for name in world.holds.by_name:
         job = world.jobs.get(name)

@@ -6,6 +6,7 @@ the queues or jobs that hold what is missing, where that is known.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -69,6 +70,7 @@ def gang_incomplete(job: Job) -> Refusal:
     return Refusal("gang_incomplete", message, {"ranks": need}, {"ranks": have})
 
 
+@functools.lru_cache(maxsize=8_192)
 def over_bound(kind: str, queue: str, r: int, need: int, have: int) -> Refusal:
     """A queue's limit, or its quota for work that cannot be preempted, does not allow it."""
     which = "limit" if kind == "over_limit" else "quota for work that cannot be preempted"

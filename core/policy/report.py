@@ -74,6 +74,8 @@ class Notes:
         self.causes: dict[Rank, tuple[Action, str]] = {}
         #: jobs for which others were evicted, or lost their reservations
         self.served: dict[Job, None] = {}
+        self._skipped_by_group: dict[Group, list[tuple[Tail, Refusal]]] = {}
+        self._indexed = 0
 
     def serve(self, job: Job, among: tuple[Group, JobKey] | None) -> None:
         """Note that others were evicted for a job; `among` is its place among those that wait.
@@ -81,6 +83,9 @@ class Notes:
         Should it lose what it has got to somebody else, it waits for the reason for which it was passed over.
         """
         self.served[job] = None
-        for tail, why in self.skipped:
-            if among is not None and tail.group is among[0] and tail.start <= among[1]:
+        for tail, why in self.skipped[self._indexed :]:
+            self._skipped_by_group.setdefault(tail.group, []).append((tail, why))
+        self._indexed = len(self.skipped)
+        for tail, why in self._skipped_by_group.get(among[0], ()) if among is not None else ():
+            if among is not None and tail.start <= among[1]:
                 self.refusals.setdefault(job, why)

@@ -26,14 +26,14 @@ Entries = list[tuple[JobKey, Job]]
 class Group:
     """Waiting jobs of one queue that are placed alike, and what was last said about why they wait."""
 
-    __slots__ = ("_requests", "_vector", "code", "entries", "untold")
+    __slots__ = ("_requests", "_vectors", "code", "entries", "untold")
 
     def __init__(self) -> None:
         self.entries: Entries = []
         #: the reason that all of its jobs were told, but for those in `untold`: so only these are looked at while it stays the same
         self.code = ""
         self.untold: dict[Job, JobKey] = {}
-        self._vector: tuple[int, Vector] | None = None
+        self._vectors: dict[int, Vector] = {}
         self._requests: tuple[Request, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[JobKey, Job]]:
@@ -46,9 +46,10 @@ class Group:
 
     def vector(self, device_memory_mib: int) -> Vector:
         """Return what each of its jobs asks for next, on devices with this much memory."""
-        if self._vector is None or self._vector[0] != device_memory_mib:
-            self._vector = (device_memory_mib, charge_of(next_chunk(self.first), device_memory_mib))
-        return self._vector[1]
+        found = self._vectors.get(device_memory_mib)
+        if found is None:
+            found = self._vectors[device_memory_mib] = charge_of(next_chunk(self.first), device_memory_mib)
+        return found
 
     def requests(self) -> tuple[Request, ...]:
         """Return what the ranks of the next chunk of each of its jobs ask for, each once."""
@@ -159,6 +160,11 @@ def signature_of(job: Job, chunk: list[Rank]) -> Signature:
     own = "" if job.plain or not (job.active or any(r.request.affinity for r in chunk)) else job.name
     placed: Signature = (job.preemptible, job.shape, what, own, growing(job))
     return (*placed, job.user) if job.queue.user_fairness else placed
+
+
+def is_growth(signature: Signature) -> bool:
+    """Whether such jobs run already, and wait to grow."""
+    return bool(signature[4])
 
 
 def placed_alike(signature: Signature) -> Signature:
