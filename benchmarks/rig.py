@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Rig:
         late = 0.0
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             clients = [Client([self._url]) for _ in range(_CONNECTIONS)]
-            sent = []
+            sent: list[Future[None]] = []
             at = 0
             while at < len(jobs):
                 time.sleep(max(0.0, jobs[at][0] - (time.monotonic() - began)))
@@ -133,7 +133,7 @@ def rig(shape: Shape) -> Iterator[Rig]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _send(client: Client, jobs: list[Job]) -> None:
+def _send(client: Client, jobs: list[Mapping[str, Any]]) -> None:
     answer = client.submit_batch(jobs, new_key())
     refused = [r["problem"] for r in answer.body["results"] if "problem" in r]
     if refused:

@@ -191,7 +191,7 @@ class SimNode:
         for r in new:
             key = (gang.job, r.rank, r.generation)
             match of_role(spec, r.role).command:
-                case ("sleep", seconds):
+                case ("sleep", seconds) if seconds != "infinity":
                     self._timers[key] = self._loop.call_later(float(seconds), self._end, key, 0, "")
 
     def _end(self, key: tuple[str, int, int], code: int, cause: str) -> None:
