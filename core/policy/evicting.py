@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gangline.core.policy.gangs import Job, Rank, RankState, charge_of, has_minimum, next_chunk
-from gangline.core.policy.gates import tightest_limit
+from gangline.core.policy.gates import closed
 from gangline.core.policy.order import victims_in_order, waiting_order
 from gangline.core.policy.placing import Placer
 from gangline.core.policy.potential import rises
@@ -67,14 +67,17 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
     if offered is None or not offered[0]:
         return False
     jobs, protected, validate = offered
-    closed = world.holds.closed_to(job)
-    if closed:
+    kept = world.holds.closed_to(job)
+    if kept:
         # What they would leave is kept for somebody else.
-        jobs = [j for j in jobs if not any(r.place is not None and r.place.node.name in closed for r in j.ranks)]
+        jobs = [j for j in jobs if not any(r.place is not None and r.place.node.name in kept for r in j.ranks)]
     mark = world.checkpoint()
     admitting = world.let_in(job)
     moves_count = world.options.no_thrash and action != "consolidate"
-    anywhere = not closed and limited_only(world, placer, job, chunk)
+    anywhere = not kept and not job.queue.models and fits(world, placer, job, chunk)
+    if anywhere and closed(world, job, chunk) is None:
+        world.rollback(mark)
+        return False  # those who were evicted before in this pass have left room for it, too: the next session gives it that
     if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate, moves_count, anywhere).run(chunk):
         world.rollback(mark)
         return False
@@ -90,14 +93,14 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
     return True
 
 
-def limited_only(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> bool:
-    """Whether the chunk has a place as it is, and only the limit of a queue keeps it from there: then nobody has to be moved."""
-    if not world.options.quotas or tightest_limit(job.queue, charge_of(chunk, world.largest_device_mib)) is None:
+def fits(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> bool:
+    """Whether the chunk has a place as it is, so that only the limit of a queue can keep it from there: then nobody has to be moved."""
+    if not world.options.quotas:
         return False
     mark = world.checkpoint()
-    fits = placer.place(job, chunk, reserve_only=True)
+    found = placer.place(job, chunk, reserve_only=True)
     world.rollback(mark)
-    return fits
+    return found
 
 
 def _note_causes(world: World, notes: Notes, action: Action, job: Job, mark: int) -> None:

@@ -53,7 +53,7 @@ def reclaim(world: World, placer: Placer, notes: Notes) -> None:
             return None
         queue = job.queue
         full = tightest_limit(queue, need) if world.options.quotas else None
-        if full is not None and evicting.limited_only(world, placer, job, chunk):
+        if full is not None and not queue.models and evicting.fits(world, placer, job, chunk):
             jobs = [j for q in _givers(queue, need, full) for j in q.working_below() if j.preemptible]
         else:
             jobs = _candidates(world, queue, need, any(r.request.mig for r in chunk))
