@@ -51,6 +51,8 @@ _WORTH_TELLING: tuple[tuple[type[ev.LogEvent], str], ...] = (
 )  # fmt: skip
 #: far more rounds of deciding than a cycle can need; a policy that goes on has a fault
 _ROUNDS = 64
+#: seconds of deciding after which a cycle commits what it has, and leaves the rest to the next one: leases are renewed in between
+_DECIDE_S = 1.0
 #: a node that should be alive and is not has its lease's time and this long to show itself to a new leader
 _GRACE_S = 1.0
 #: the store refuses writes until somebody makes space: try the same frame again so often
@@ -210,10 +212,13 @@ class Term:
         answers = self._take_commands(batch)
         self._take_nodes(batch, now)
         with self._telemetry.span("decide", batch.index):
-            rounds = self._decide(batch, now)
+            rounds, settled = self._decide(batch, now)
         if batch:
             await self._commit(batch)
-        self._next_timer = settle(self.state, now)
+        if settled:
+            self._next_timer = settle(self.state, now)
+        else:
+            self._wake.set()
         self._report_faults()
         for pending, answer in answers:
             if not pending.answer.done():
@@ -273,16 +278,19 @@ class Term:
         for node in sorted(docs):
             self._fold(batch, ingest.observed(self.state, docs[node], now))
 
-    def _decide(self, batch: Batch, now: int) -> int:
-        """Decide and fold until nothing is left to decide."""
+    def _decide(self, batch: Batch, now: int) -> tuple[int, bool]:
+        """Decide and fold until nothing is left to decide, or it has taken long. Returns the number of rounds, and whether nothing is left."""
+        began = self._monotonic()
         wake(self.state, now)
         for round_number in range(_ROUNDS):
             decisions = decide(self.state, now)
             if not decisions or not self._fold(batch, decisions):
-                return round_number
+                return round_number, True
+            if self._monotonic() - began > _DECIDE_S:
+                return round_number + 1, False
         self._journal.error("policy_does_not_settle", index=self.state.index, message=f"still deciding after {_ROUNDS} rounds")
         self._wake.set()
-        return _ROUNDS
+        return _ROUNDS, True
 
     def _fold(self, batch: Batch, events: list[ev.LogEvent]) -> int:
         """Fold events and return how many were legal; one that is not is a fault of ours, and must not stop all the others."""

@@ -26,29 +26,36 @@ from gangline.core.policy.scoring import best_place
 from gangline.core.policy.waiting import Signature
 from gangline.core.policy.world import World
 
+#: chunks that one session places: a scheduler that takes over a long queue must not be busy for so long that its lease ends
+PLACED_TOGETHER = 2_000
 
-def allocate(world: World, placer: Placer, notes: Notes) -> None:
-    """Place what fits."""
+
+def allocate(world: World, placer: Placer, notes: Notes, at_most: int = 0) -> None:
+    """Place what fits; at most so many chunks, if that is given, and then `notes.cut` says that there may be more."""
     for hold in world.holds.of_gangs():
         world.lift(hold)
     # Nothing becomes free in this pass: what a queue does not allow now, it allows later no more.
     order = waiting_order(world, passed_over=lambda _, group: closed_to_all(world, group))
     _rule_out(world, placer, order)
+    placed = 0
     while (popped := order.pop()) is not None:
         job, signature = popped
         chunk = next_chunk(job)
-        if chunk:
-            _try(world, placer, notes, order, job, chunk, signature)
+        placed += bool(chunk) and _try(world, placer, notes, order, job, chunk, signature)
+        if placed == at_most > 0:
+            notes.cut = True
+            break
     notes.skipped += order.skipped
 
 
-def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, chunk: list[Rank], signature: Signature | None) -> None:
+def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, chunk: list[Rank], signature: Signature | None) -> bool:
+    """Place one chunk; False when it was refused."""
     refusal = closed(world, job, chunk)
     if refusal is not None:
         notes.refusals[job] = refusal
         if signature is not None:
             order.fail(signature, refusal, job.queue)
-        return
+        return False
     mark = world.checkpoint()
     if not placer.place(job, chunk, reserve_only=False):
         assert placer.refusal is not None
@@ -58,11 +65,12 @@ def _try(world: World, placer: Placer, notes: Notes, order: JobOrder, job: Job, 
         hold = world.holds.of(job)
         if hold is not None:
             world.cover(hold)
-        return
+        return False
     wait_together(world, job, mark)
     more = next_chunk(job)
     if more:
         order.push(job, charge_of(more, world.smallest_device_mib))
+    return True
 
 
 def without_holds(world: World, placer: Placer, job: Job, chunk: list[Rank]) -> Refusal:

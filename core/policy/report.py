@@ -70,6 +70,8 @@ class Notes:
         self.withheld: dict[Job, str] = {}
         #: where in the world's journal the allocation ended
         self.allocated = 0
+        #: the allocation has placed as much as one session may, and is to go on in another before anything else is done
+        self.cut = False
         self.skipped: list[tuple[Tail, Refusal]] = []
         self.causes: dict[Rank, tuple[Action, str]] = {}
         #: jobs for which others were evicted, or lost their reservations

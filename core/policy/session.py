@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gangline.core.policy import fairshare, refusals
-from gangline.core.policy.allocate import allocate
+from gangline.core.policy.allocate import PLACED_TOGETHER, allocate
 from gangline.core.policy.backfill import backfill
 from gangline.core.policy.consolidate import consolidate
 from gangline.core.policy.earmarks import serve
@@ -45,6 +45,8 @@ def run_session(world: World, actions: Sequence[Action] = ACTIONS, placer: Place
     for _ in range(_TRIES):
         notes = Notes(barred)
         _run(world, actions, placer, notes)
+        if notes.cut:
+            return _decisions(world, notes)
         vain = in_vain(world, placer, notes)
         if world.options.no_thrash:
             vain += turned(world, notes, notes.allocated)
@@ -62,7 +64,9 @@ def _run(world: World, actions: Sequence[Action], placer: Placer, notes: Notes) 
     serve(world, placer)
     for action in actions:
         if action == "allocate":
-            allocate(world, placer, notes)
+            allocate(world, placer, notes, PLACED_TOGETHER)
+            if notes.cut:
+                return  # nobody is evicted, and no room is kept, for those who may have a place without that
             backfill(world, placer)
             notes.allocated = world.checkpoint()
         elif action == "consolidate":

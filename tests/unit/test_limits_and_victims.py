@@ -11,7 +11,8 @@ import pytest
 from gangline.core.model import events as ev
 from gangline.core.model.queues import Amounts, QueueSpec
 from gangline.core.model.spec import JobSpec, Resources
-from gangline.core.policy import evicting, order, victims
+from gangline.core.policy import evicting, order, session, victims
+from gangline.core.policy.decide import decide
 
 _spec = importlib.util.spec_from_file_location("policycluster", Path(__file__).with_name("policycluster.py"))
 assert _spec is not None
@@ -133,3 +134,19 @@ def test_queues_whose_limit_is_full_are_not_put_in_order(monkeypatch: pytest.Mon
     assert keyed == []
     assert c.code("another") == "over_limit"
     assert c.code("waits-p") == "over_limit"
+
+
+def test_a_session_places_so_many_and_evicts_for_nobody_before_all_have_had_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "PLACED_TOGETHER", 3)
+    c = Cluster()
+    c.fill("b/x", 4)
+    for i in range(8):
+        c.ask(f"j{i}", "a/x" if i % 2 else "a/y")
+    c.ask("over", "a/x")
+    first = decide(c.state, c.now)
+    assert [type(e).__name__ for e in first] == ["GangPlaced"] * 3
+    c.add(*first)
+    out = c.cycle()
+    assert len(HELPERS.of(out, ev.GangPlaced)) == 5
+    assert not HELPERS.of(out, ev.GangPreempting)
+    assert c.code("over") == "over_limit"
