@@ -56,6 +56,9 @@ class Faults:
         self.unavailable = False
         #: names of clients that reach nothing
         self.partitioned: set[str] = set()
+        #: of those whose requests do not arrive, although they hear what the cluster says; and of those that are heard and hear nothing
+        self.mute: set[str] = set()
+        self.deaf: set[str] = set()
         #: fates of the next writes, in order; used before the probability below
         self.next_writes: deque[Fate] = deque()
         #: probability that a write is ambiguous: lost, applied or late
@@ -110,6 +113,8 @@ class MemoryCluster:
         self.mvcc = Mvcc(clock, min_lease_ttl_s, cluster_id)
         self.faults = faults or Faults()
         self.latency = latency
+        #: no request is taken any more, as if each client had closed its store
+        self.closed = False
         self._streams: list[_Stream] = []
         self.mvcc.listeners.append(self._wake)
 
@@ -161,9 +166,21 @@ class MemoryStore:
         self._closed = False
 
     @property
-    def reachable(self) -> bool:
-        """Whether requests of this client are answered."""
-        return not self.cluster.faults.unavailable and self.name not in self.cluster.faults.partitioned
+    def hears(self) -> bool:
+        """Whether what the cluster says arrives here."""
+        faults = self.cluster.faults
+        return not faults.unavailable and self.name not in faults.partitioned and self.name not in faults.deaf
+
+    @property
+    def heard(self) -> bool:
+        """Whether requests of this client arrive."""
+        faults = self.cluster.faults
+        return not faults.unavailable and self.name not in faults.partitioned and self.name not in faults.mute
+
+    def disconnect(self) -> None:
+        """Let the cluster see that this client is gone: its streams end."""
+        for stream in list(self._streams):
+            stream.close()
 
     async def get(self, key: bytes, *, revision: int = 0) -> KeyValue | None:
         """See Store."""
@@ -217,7 +234,7 @@ class MemoryStore:
         async def once(timeout_s: float) -> float:
             await self._reach("lease keepalive", timeout_s)
             ttl_s = self.cluster.mvcc.keepalive(lease)
-            await self._reach("lease keepalive", timeout_s)
+            await self._reach("lease keepalive", timeout_s, answer=True)
             return ttl_s
 
         return await repeat_read(once, self._timeout_s)
@@ -239,6 +256,7 @@ class MemoryStore:
     async def status(self) -> Status:
         """See Store."""
         await self._reach("status", self._timeout_s)
+        await self._reach("status", self._timeout_s, answer=True)
         mvcc, faults = self.cluster.mvcc, self.cluster.faults
         size = sum(len(kv.key) + len(kv.value) for kv in mvcc.read(b"", b"\0"))
         alarms = ["NOSPACE"] * faults.no_space + ["CORRUPT"] * faults.corrupt
@@ -247,8 +265,7 @@ class MemoryStore:
     async def close(self) -> None:
         """See Store."""
         self._closed = True
-        for stream in list(self._streams):
-            stream.close()
+        self.disconnect()
 
     async def open_watch(self, key: bytes, range_end: bytes, start_revision: int) -> _Stream:
         """For `watching.follow`."""
@@ -281,7 +298,7 @@ class MemoryStore:
                 at = max(1, mvcc.compacted, at - faults.stale_revisions)
             kvs = list(itertools.islice(mvcc.read(key, range_end, revision or at), limit or None))
             term = mvcc.raft_term
-            await self._reach(f"read {key!r}", timeout_s)
+            await self._reach(f"read {key!r}", timeout_s, answer=True)
             self._seen.check(mark, mvcc.cluster_id, at, term)
             return kvs, at
 
@@ -303,18 +320,18 @@ class MemoryStore:
             result = apply()
             at, term = mvcc.revision, mvcc.raft_term
             if fate == "answered":
-                await self._reach(what, self._timeout_s)
+                await self._reach(what, self._timeout_s, answer=True)
                 self._seen.check(mark, mvcc.cluster_id, at, term)
                 return result
         raise Ambiguous(f"{what}: the connection was lost while waiting for the answer")
 
-    async def _reach(self, what: str, timeout_s: float) -> None:
-        """Travel one way between client and cluster. Raises Ambiguous when nothing gets through within `timeout_s`."""
-        if self._closed:
+    async def _reach(self, what: str, timeout_s: float, *, answer: bool = False) -> None:
+        """Travel one way, from client to cluster or with the `answer`. Raises Ambiguous when nothing gets through within `timeout_s`."""
+        if self._closed or self.cluster.closed:
             raise Definite(f"{what}: this store is closed")
         await asyncio.sleep(self.cluster.latency())
         for _ in range(_POLLS):
-            if self.reachable:
+            if self.hears if answer else self.heard:
                 break
             await asyncio.sleep(timeout_s / _POLLS)
         else:
@@ -362,7 +379,7 @@ class _Stream:
             self.woken.clear()
             if self._closed:
                 raise Ambiguous(f"watch {self._range[0]!r}: the stream has ended")
-            if not self.silent and self._store.reachable:
+            if not self.silent and self._store.hears:
                 self._cluster.mvcc.expire()
                 events, self._next = self._cluster.mvcc.events(*self._range, self._next)
                 if events:
@@ -373,7 +390,7 @@ class _Stream:
 
     async def _wait(self) -> None:
         """Wait until something was written, or might have been: a lease expires, a partition heals."""
-        pause_s = self._cluster.mvcc.seconds_to_expiry() if self._store.reachable else self._store._timeout_s / _POLLS
+        pause_s = self._cluster.mvcc.seconds_to_expiry() if self._store.hears else self._store._timeout_s / _POLLS
         try:
             async with asyncio.timeout(pause_s if pause_s is None else max(pause_s, 0.01)):
                 await self.woken.wait()

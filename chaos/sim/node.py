@@ -1,4 +1,4 @@
-"""A node: its hardware with ranks on it, and the agent, which runs the real `reconcile`, `report` and `Reporter` over ranks that are timers.
+"""A node: its hardware with ranks on it, and the agent: the real `Liveness`, `reconcile`, `report` and `Reporter` over ranks that are timers.
 
 What survives an agent, and what survives the host, are kept apart as on a real node: ranks and the fence outlive the agent, records both.
 """
@@ -10,19 +10,21 @@ import contextlib
 import io
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from gangline.chaos.sim.loop import Process
 from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, Gpu, Observed, Registration
 from gangline.core.model.gpushares import GpuShare
 from gangline.core.model.spec import JobSpec
-from gangline.core.store.api import Ambiguous, LeaseNotFound, StoreError
+from gangline.core.store.api import Ambiguous, StoreError
 from gangline.core.store.memory import MemoryCluster, MemoryStore
-from gangline.core.store.node import NameTaken, StoreNode
+from gangline.core.store.node import StoreNode
 from gangline.core.store.watching import Timing
 from gangline.core.telemetry import Log, structured_logging
-from gangline.nodeagent.liveness import margin
+from gangline.nodeagent.fence import Fence
+from gangline.nodeagent.liveness import Liveness, Verdict
 from gangline.nodeagent.local import Local, LocalGang, LocalRank
 from gangline.nodeagent.reconcile import Action, FailPrepare, Forget, Notify, Prepare, Refuse, Start, Stop, next_look, reconcile, refusal
 from gangline.nodeagent.report import barriers, observed_gang
@@ -32,7 +34,7 @@ TTL_S = 6.0
 
 
 class Run(msgspec.Struct):
-    """One life of one rank: what the checker reads."""
+    """One life of one rank: what the checker reads. Times are simulated seconds, `ended` is 0 while it lives."""
 
     job: str
     rank: int
@@ -44,6 +46,9 @@ class Run(msgspec.Struct):
     ended: float = 0.0
     code: int = 0
     share: GpuShare | None = None
+    #: the document that it was started for
+    index: int = 0
+    epoch: int = 0
 
 
 class Habits(msgspec.Struct):
@@ -56,11 +61,32 @@ class Habits(msgspec.Struct):
     calm: bool = False
 
 
+class SimFence:
+    """As `nodeagent.fence.Fence`, whose deadline outlives the agent: `fall` is called when it has passed."""
+
+    def __init__(self, fall: Callable[[], None]) -> None:
+        self.deadline = 0.0
+        self._fall = fall
+        self._timer: asyncio.TimerHandle | None = None
+
+    def extend(self, deadline: float) -> None:
+        """See Fence."""
+        if deadline > self.deadline:
+            self.deadline = deadline
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._fall)
+
+    def reset(self) -> None:
+        """The host has booted: its clock begins anew."""
+        self.deadline = 0.0
+
+
 class SimNode:
     """`up` when its agent runs. All randomness comes from `rng`."""
 
     def __init__(
-        self, cluster: MemoryCluster, name: str, rng: random.Random, habits: Habits, nobody_decides: Callable[[str], bool], gpus: int
+        self, cluster: MemoryCluster, name: str, rng: random.Random, habits: Habits, ask: Callable[[str], Verdict], gpus: int
     ) -> None:
         self.cluster = cluster
         self.name = name
@@ -70,26 +96,28 @@ class SimNode:
         self.refusals: list[str] = []
         self.boot, self.installed = 1, 1
         self.gpus = dict.fromkeys(range(gpus), True)
-        self.fence = 0.0
+        self.fence = SimFence(self._fall)
         self.gangs: dict[str, LocalGang] = {}
         self.specs: dict[str, JobSpec] = {}
         self.retired: dict[str, int] = {}
         self.seen = (0, 0)
         self.desired: Desired | None = None
-        self._nobody_decides = nobody_decides
+        #: called when the agent has died, of itself or by `kill_agent`
+        self.on_agent_death: Callable[[], None] = lambda: None
+        self._ask_schedulers = ask
         self._alive: dict[tuple[str, int, int], tuple[Run, asyncio.TimerHandle]] = {}
-        self._agent: list[asyncio.Task[Any]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._renewals = 0
-        self._session = 0
+        self._agent: Process | None = None
+        self._liveness: Liveness | None = None
+        #: how many agents there were, and which lost their tasks
+        self.lives = 0
+        self.graveyard: list[asyncio.Task[Any]] = []
         self._journal: Log = structured_logging("error", io.StringIO())
-        self._fence_timer: asyncio.TimerHandle | None = None
 
     # ---------------------------------------------------------------- hardware
 
     @property
     def up(self) -> bool:
-        return bool(self._agent)
+        return self._agent is not None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -99,7 +127,7 @@ class SimNode:
         gpus = tuple(self._facts().values())
         return Registration(
             node=self.name, identity=f"{self.name}-{self.installed}", boot_id=f"{self.installed}.{self.boot}", address=self.name, agent_url="",
-            gpus=gpus, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=TTL_S, session=str(self._session),
+            gpus=gpus, cpus_milli=64_000, memory_mib=512_000, lease_ttl_s=TTL_S, session=self._session(),
             labels={"rack": f"r{int(self.name[1:]) // 2}"},
         )  # fmt: skip
 
@@ -110,47 +138,60 @@ class SimNode:
     def crash(self, *, reinstalled: bool = False) -> None:
         """The host dies, and everything on it."""
         self.kill_agent()
-        for task in self._tasks:
-            task.cancel()
         for key in list(self._alive):
             self._end(key, -9, "node_restart")
         for job, gang in self.gangs.items():
             ranks = tuple(msgspec.structs.replace(r, state="exited", cause="node_restart", exit_code=-9) if r.live else r for r in gang.ranks)
             self.gangs[job] = msgspec.structs.replace(gang, ranks=ranks, notice=None)
         self.boot += 1
-        self.fence = 0.0
+        self.fence.reset()
         if reinstalled:
             self.installed += 1
             self.gangs, self.retired, self.specs, self.seen = {}, {}, {}, (0, 0)
 
     def kill_agent(self) -> None:
         """The agent dies; ranks and the fence go on."""
-        for task in self._agent:
-            task.cancel()
-        self._agent = []
+        if self._agent is not None:
+            self._agent.kill()
+
+    def kill_agent_after(self, steps: int) -> None:
+        """The agent dies when its tasks have been suspended so many times more."""
+        if self._agent is not None:
+            self._agent.die_after(steps)
+
+    def _died(self) -> None:
+        self._agent, self._liveness = None, None
+        self._client.disconnect()
         for job, gang in self.gangs.items():
             phase = gang.phase if gang.phase in ("prepared", "prepare_failed") else "new"
             self.gangs[job] = msgspec.structs.replace(gang, phase=phase, acknowledged=())
+        self.on_agent_death()
 
     def start_agent(self) -> None:
         """Adopt what is there, and go on."""
-        if self._agent:
+        if self._agent is not None:
             return
-        self._store = StoreNode(MemoryStore(self.cluster, self.name, timeout_s=1.0, timing=Timing(4.0, 1.0)), "test", self.name)
-        self._look, self._dirty, self._again = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._renewals = 0
+        self.lives += 1
+        self._client = MemoryStore(self.cluster, self.name, timeout_s=1.0, timing=Timing(4.0, 1.0))
+        self._store = StoreNode(self._client, "test", self.name)
+        self._look, self._dirty = asyncio.Event(), asyncio.Event()
         self.desired = None
-        self._reporter = Reporter(
-            self._store, self._document, lambda: barriers(self.desired), self._dirty, lambda s: None, self._again.set, self._journal
+        self._liveness = live = Liveness(
+            self._store, self.registration, cast(Fence, self.fence), ttl_s=TTL_S, ask=self._ask, registered=self._registered, log=self._journal
         )
-        loops = (self._live, self._watch, self._reconcile, self._reporter.run)
-        self._agent = [asyncio.create_task(loop()) for loop in loops]
+        live.on_unfenced = self._look.set
+        self._reporter = Reporter(
+            self._store, self._document, lambda: barriers(self.desired), self._dirty, lambda s: None, live.register_again, self._journal
+        )
+        self._agent = process = Process(f"{self.name}.{self.lives}", self._died)
+        loops = (live.run, self._watch, self._reconcile, self._reporter.run)
+        self.graveyard += [process.spawn(loop()) for loop in loops]
 
     def wake(self) -> None:
         """Look again: something about the hardware has changed."""
-        if self._agent:
+        if self._liveness is not None:
             self._changed()
-            self._again.set()
+            self._liveness.register_again()
 
     # ---------------------------------------------------------------- ranks
 
@@ -162,10 +203,10 @@ class SimNode:
             return
         fenced = self.specs[job].on_disconnect == "stop"
         key = (job, r.rank, r.generation)
-        if have.state == "stopping" or (fenced and self.loop.time() >= self.fence):
+        if have.state == "stopping" or (fenced and self.loop.time() >= self.fence.deadline):
             self._status(key, state="exited", exit_code=-15, cause="stopped" if have.state == "stopping" else "fenced")
             return
-        run = Run(job, r.rank, r.generation, self.name, r.gpus, fenced, self.loop.time(), share=r.share)
+        run = Run(job, r.rank, r.generation, self.name, r.gpus, fenced, self.loop.time(), share=r.share, index=self.seen[1], epoch=self.seen[0])
         self.runs.append(run)
         self._alive[key] = (run, self.loop.call_later(self._life_s(), self._dies, key))
         self._status(key, state="running", pid=1)
@@ -199,14 +240,6 @@ class SimNode:
             ranks = tuple(msgspec.structs.replace(r, **fields) if r.key == (rank, generation) else r for r in gang.ranks)
             self._change(job, ranks=ranks)
 
-    def _extend(self, deadline: float) -> None:
-        if deadline <= self.fence:
-            return
-        self.fence = deadline
-        if self._fence_timer is not None:
-            self._fence_timer.cancel()
-        self._fence_timer = self.loop.call_at(deadline, self._fall)
-
     def _fall(self) -> None:
         for key, (run, _) in list(self._alive.items()):
             if run.fenced:
@@ -214,50 +247,16 @@ class SimNode:
 
     # ---------------------------------------------------------------- the agent's loops
 
-    async def _live(self) -> None:
-        while True:
-            self._again.clear()
-            self._session += 1
-            asked = self.loop.time()
-            try:
-                lease = await asyncio.wait_for(self._store.register(self.registration(), ttl_s=TTL_S), 2.0)
-            except (StoreError, TimeoutError) as e:
-                self._ask(asked, not isinstance(e, NameTaken))
-                await asyncio.sleep(0.3)
-                continue
-            self._granted(asked, lease.ttl_s)
-            self._reporter.again()
-            self._look.set()
-            await self._renew()
+    async def _ask(self) -> Verdict:
+        await asyncio.sleep(self.rng.random() * 0.05)
+        return self._ask_schedulers(self.name)
 
-    async def _renew(self) -> None:
-        while True:
-            try:
-                await asyncio.wait_for(self._again.wait(), TTL_S / 3)
-                return
-            except TimeoutError:
-                pass
-            while True:
-                asked = self.loop.time()
-                try:
-                    self._granted(asked, await asyncio.wait_for(self._store.keepalive(), 0.75))
-                    break
-                except LeaseNotFound:
-                    return
-                except (StoreError, TimeoutError):
-                    self._ask(asked, True)
-                    await asyncio.sleep(0.3)
+    def _session(self) -> str:
+        return f"{self.lives}.{self._liveness.sessions if self._liveness is not None else 0}"
 
-    def _ask(self, asked: float, failed: bool) -> None:
-        if failed and self._nobody_decides(self.name) and self.loop.time() < self.fence:
-            self._extend(self.loop.time() + TTL_S / 2)
-
-    def _granted(self, asked: float, ttl_s: float) -> None:
-        self._renewals += 1
-        fallen = self.loop.time() >= self.fence
-        self._extend(asked + ttl_s - margin(ttl_s))
-        if fallen:
-            self._look.set()
+    def _registered(self) -> None:
+        self._reporter.again()
+        self._look.set()
 
     async def _watch(self) -> None:
         while True:
@@ -288,16 +287,19 @@ class SimNode:
             if self.desired is None:
                 continue
             for action in reconcile(self.desired, self._local(), self.loop.time()):
-                if isinstance(action, Prepare | Start) and (self.loop.time() >= self.fence or self.desired.session != str(self._session)):
+                if isinstance(action, Prepare | Start) and not self._may_start(self.desired):
                     continue
                 self._act(action)
             self._dirty.set()
+
+    def _may_start(self, desired: Desired) -> bool:
+        return self.loop.time() < self.fence.deadline and desired.session == self._session()
 
     def _local(self) -> Local:
         return Local(self.gpus, dict(self.gangs), dict(self.retired), self._facts())
 
     def _document(self) -> Observed | None:
-        if not self._renewals or self.desired is None:
+        if self._liveness is None or not self._liveness.renewals or self.desired is None:
             return None
         wanted = {g.job: g for g in self.desired.gangs}
         gangs = tuple(observed_gang(have, wanted.get(job)) for job, have in sorted(self.gangs.items()))
@@ -308,7 +310,7 @@ class SimNode:
         )  # fmt: skip
 
     def _changed(self) -> None:
-        if self._agent:
+        if self._agent is not None:
             self._look.set()
             self._dirty.set()
 
@@ -329,7 +331,8 @@ class SimNode:
             case Prepare(gang, continued):
                 self._turn(gang)
                 self._change(gang.job, phase="preparing")
-                self._spawn(self._prepare(gang, continued))
+                assert self._agent is not None
+                self.graveyard.append(self._agent.spawn(self._prepare(gang, continued)))
             case FailPrepare(gang, message):
                 self._turn(gang)
                 self._change(gang.job, phase="prepare_failed", message=message)
@@ -356,10 +359,9 @@ class SimNode:
         self._changed()
 
     async def _prepare(self, gang: DesiredGang, continued: bool) -> None:
-        agent = self._agent
         await asyncio.sleep(self.rng.random() * 0.2)
         message = "bad luck" if not self.habits.calm and self.rng.random() < self.habits.prepare_fails else ""
-        while self._agent is agent and gang.job not in self.specs:
+        while gang.job not in self.specs:
             try:
                 spec = await self._store.job_spec(gang.job)
             except Ambiguous:
@@ -370,7 +372,7 @@ class SimNode:
                 break
             self.specs[gang.job] = spec
         have = self.gangs.get(gang.job)
-        if self._agent is not agent or have is None or have.generation != gang.generation or have.phase != "preparing":
+        if have is None or have.generation != gang.generation or have.phase != "preparing":
             return
         if message:
             self._change(gang.job, phase="prepare_failed", message=message)
@@ -378,11 +380,6 @@ class SimNode:
         port = have.port if continued else 4242 if gang.nodes <= 1 or any(r.rank == 0 for r in gang.ranks) else 0
         hang_timeout_s = self.specs[gang.job].restart.hang_timeout_s
         self._change(gang.job, phase="prepared", port=port, address=self.name if port else "", hang_timeout_s=hang_timeout_s)
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = self.loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _change(self, job: str, **fields: Any) -> None:
         self.gangs[job] = msgspec.structs.replace(self.gangs[job], **fields)
