@@ -1,4 +1,4 @@
-"""`gangline chaos`: faults by hand on a local cluster, and the demo."""
+"""`gangline chaos`: faults by hand on a local cluster, the demo, and the simulation."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gangline.chaos.faults import FAULTS, Fault
 from gangline.chaos.gpufaults import GPU_FAULTS
 from gangline.chaos.injector import Injection, InjectionFailed, Injector
 from gangline.chaos.local import OnLocalCluster
+from gangline.chaos.sim.command import sim
 from gangline.chaos.targets import NoTarget
 from gangline.core.client.api import ApiError, Unreachable
 from gangline.core.client.localcluster import ClusterError, LocalCluster
@@ -97,6 +98,7 @@ for _fault in (FAULTS | GPU_FAULTS).values():
     inject.add_command(_command(_fault))
 main.add_command(demo, "demo")
 main.add_command(check, "check")
+main.add_command(sim, "sim")
 
 if __name__ == "__main__":
     main(prog_name="gangline chaos")

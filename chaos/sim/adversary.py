@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gangline.core.store.api import StoreError
 from gangline.core.store.memory import MemoryStore
@@ -14,6 +14,8 @@ from gangline.leader.commands import Administer
 if TYPE_CHECKING:
     from gangline.chaos.sim.node import SimNode
     from gangline.chaos.sim.world import World
+
+_Action = Literal["drain", "undrain", "cordon", "uncordon", "confirm_dead"]
 
 #: no fault heals later than this after it began
 LONGEST_S = 30.0
@@ -61,11 +63,13 @@ class Adversary:
     # ---------------------------------------------------------------- schedulers
 
     def fault_kill_leader(self) -> None:
+        """The leader dies; its successor is another, or its own next life."""
         leader = self.world.leader()
         if leader is not None:
             self._kill(leader.name)
 
     def fault_kill_scheduler(self) -> None:
+        """Any scheduler dies."""
         if self.world.schedulers:
             self._kill(self.rng.choice(sorted(self.world.schedulers)))
 
@@ -74,6 +78,7 @@ class Adversary:
         self.world.schedulers[name].process.kill()
 
     def fault_cut_scheduler_at_any_await(self) -> None:
+        """A scheduler, mostly the leader, is cut at one of its next suspensions, with no `finally`."""
         leader = self.world.leader()
         if self.world.schedulers:
             name = leader.name if leader is not None and self.rng.random() < 0.7 else self.rng.choice(sorted(self.world.schedulers))
@@ -87,6 +92,7 @@ class Adversary:
             self.world.schedulers[leader.name].process.pause(self.rng.choice((1.0, 4.0, 9.0)))
 
     def fault_delete_election(self) -> None:
+        """Somebody deletes the election key by hand."""
         async def delete() -> None:
             with contextlib.suppress(StoreError):
                 await MemoryStore(self.world.cluster, "operator").delete(self.world.keys.leader)
@@ -96,24 +102,28 @@ class Adversary:
     # ---------------------------------------------------------------- nodes
 
     def fault_kill_agent(self) -> None:
+        """An agent dies, its ranks go on."""
         node = self._node()
         self.world.say(f"agent {node.name}")
         self.world.restart_in[node.name] = self.rng.choice((0.01, 1.0, 8.0, 20.0))
         node.kill_agent()
 
     def fault_cut_agent_at_any_await(self) -> None:
+        """An agent is cut at one of its next suspensions."""
         node = self._node()
         self.world.say(f"agent {node.name}")
         self.world.restart_in[node.name] = self.rng.choice((0.01, 1.0, 8.0))
         node.kill_agent_after(self.rng.randrange(1, _STEPS))
 
     def fault_crash_node(self) -> None:
+        """A host dies with all that runs on it."""
         node = self._node()
         self.world.say(f"host {node.name}")
         self.world.restart_in[node.name] = self.rng.choice((0.1, 2.0, 8.0, 30.0))
         node.crash()
 
     def fault_reinstall_node(self) -> None:
+        """A host dies and comes back empty, as another machine."""
         if self.rng.random() < 0.5:
             node = self._node()
             self.world.say(f"host {node.name} reinstalled")
@@ -121,14 +131,17 @@ class Adversary:
             node.crash(reinstalled=True)
 
     def fault_break_gpu(self) -> None:
+        """A GPU breaks, or is well again."""
         node = self._node()
         gpu = self.rng.choice(sorted(node.gpus))
         node.gpus = node.gpus | {gpu: not node.gpus[gpu]}
         node.wake()
 
     def fault_administer(self) -> None:
+        """An operator drains or cordons a node, takes that back, or says that it is dead."""
         node = self._node()
-        action = self.rng.choice(("drain", "undrain", "cordon", "uncordon", "confirm_dead"))
+        actions: tuple[_Action, ...] = ("drain", "undrain", "cordon", "uncordon", "confirm_dead")
+        action = self.rng.choice(actions)
         if action == "confirm_dead" and any(not r.ended for r in node.runs):
             return  # that would be a lie
         self.world.say(f"{action} {node.name}")
@@ -137,9 +150,11 @@ class Adversary:
     # ---------------------------------------------------------------- network
 
     def fault_cut_node(self) -> None:
+        """A node is cut off from the store."""
         self._cut(self._node().name)
 
     def fault_cut_leader(self) -> None:
+        """The leader is cut off from the store."""
         leader = self.world.leader()
         if leader is not None:
             self._cut(self.world.schedulers[leader.name].store.name)
@@ -158,16 +173,19 @@ class Adversary:
         self.reconnect()
 
     def fault_watches(self) -> None:
+        """Watches are cut, fall silent, or the store elects."""
         cluster = self.world.cluster
         self.rng.choice((cluster.cut_watches, cluster.silence_watches, cluster.elect))()
 
     def fault_slow_watches(self) -> None:
+        """Every watch message comes late."""
         self.world.faults.watch_late_s = self.rng.choice((0.2, 1.5))
         self._later(self.rng.choice((2.0, 8.0)), lambda: setattr(self.world.faults, "watch_late_s", 0.0))
 
     # ---------------------------------------------------------------- the store
 
     def fault_outage(self) -> None:
+        """The store answers nobody."""
         self.world.faults.unavailable = True
 
         def over() -> None:
@@ -177,10 +195,12 @@ class Adversary:
         self._later(self.rng.choice((0.3, 2.0, 12.0)), over)
 
     def fault_no_space(self) -> None:
+        """The store has no space, and refuses writes."""
         self.world.faults.no_space = True
         self._later(self.rng.choice((1.0, 5.0)), lambda: setattr(self.world.faults, "no_space", False))
 
     def fault_compact(self) -> None:
+        """The store forgets its history up to now."""
         mvcc = self.world.cluster.mvcc
         if mvcc.revision > mvcc.compacted:
             mvcc.compact(mvcc.revision)

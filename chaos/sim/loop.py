@@ -16,6 +16,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+#: finished tasks are let go of when there are so many
+_TASKS_KEPT = 2_000
+#: how often a task is cancelled at the end
+_CANCELS = 30
+
+
 class Stalled(Exception):
     """Nothing can happen any more: every task waits for another."""
 
@@ -79,9 +85,9 @@ class _Mortal(Coroutine[Any, Any, Any]):
         if process.paused_until:
             if asyncio.get_running_loop().time() < process.paused_until:
                 return _until(process.paused_until)
-            if self._held:
-                held, self._held = self._held, ()
-                return self.throw(*held)
+        if self._held:
+            held, self._held = self._held, ()
+            return self.throw(*held)
         process.steps += 1
         result = self._send(value)
         if process.steps == process.dies_at:
@@ -165,6 +171,8 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._sim = _Selector()
         self._numbered = 0
         self.processes: list[Process] = []
+        # Nobody else may have one that is cut where it waits.
+        self._mortals: list[asyncio.Task[Any]] = []
         super().__init__(self._sim)
         self.set_task_factory(self._make_task)
 
@@ -174,6 +182,21 @@ class SimLoop(asyncio.SelectorEventLoop):
             process.dead, process.dies_at, process.paused_until = False, 0, 0.0
             process._on_death = _nothing
         self.set_exception_handler(lambda loop, context: None)
+
+    def finish(self) -> None:
+        """End all tasks, and close. One that takes no notice of being cancelled is left where it is."""
+        self.release()
+        for _ in range(_CANCELS):
+            left = asyncio.all_tasks(self)
+            if not left:
+                break
+            for task in left:
+                task.cancel()
+            self.run_until_complete(asyncio.sleep(0.1))
+        for task in asyncio.all_tasks(self):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self.run_until_complete(self.shutdown_asyncgens())
+        self.close()
 
     def time(self) -> float:
         return self._sim.now
@@ -193,6 +216,10 @@ class SimLoop(asyncio.SelectorEventLoop):
         task = _Task.__new__(_Task)
         task._number = self._numbered
         task.__init__(coroutine, loop=self, context=context)  # type: ignore[misc]
+        if process is not None:
+            self._mortals.append(task)
+            if len(self._mortals) > _TASKS_KEPT:
+                self._mortals = [t for t in self._mortals if not t.done()]
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]

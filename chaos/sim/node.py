@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import random
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from gangline.core.model.gpushares import GpuShare
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import Ambiguous, StoreError
 from gangline.core.store.memory import MemoryCluster, MemoryStore
-from gangline.core.store.node import StoreNode
+from gangline.core.store.node import NameTaken, StoreNode
 from gangline.core.store.watching import Timing
 from gangline.core.telemetry import Log, structured_logging
 from gangline.nodeagent.fence import Fence
@@ -94,6 +95,8 @@ class SimNode:
         self.habits = habits
         self.runs: list[Run] = []
         self.refusals: list[str] = []
+        #: what an agent has died of that no agent may die of
+        self.failures: list[BaseException] = []
         self.boot, self.installed = 1, 1
         self.gpus = dict.fromkeys(range(gpus), True)
         self.fence = SimFence(self._fall)
@@ -108,9 +111,8 @@ class SimNode:
         self._alive: dict[tuple[str, int, int], tuple[Run, asyncio.TimerHandle]] = {}
         self._agent: Process | None = None
         self._liveness: Liveness | None = None
-        #: how many agents there were, and which lost their tasks
+        #: how many agents there were
         self.lives = 0
-        self.graveyard: list[asyncio.Task[Any]] = []
         self._journal: Log = structured_logging("error", io.StringIO())
 
     # ---------------------------------------------------------------- hardware
@@ -185,7 +187,16 @@ class SimNode:
         )
         self._agent = process = Process(f"{self.name}.{self.lives}", self._died)
         loops = (live.run, self._watch, self._reconcile, self._reporter.run)
-        self.graveyard += [process.spawn(loop()) for loop in loops]
+        for loop in loops:
+            process.spawn(loop()).add_done_callback(functools.partial(self._ended, process))
+
+    def _ended(self, process: Process, task: asyncio.Task[None]) -> None:
+        """An agent of which a loop ends is over, as in nodeagent/loop.py: its name is another's. Whoever started it starts it again."""
+        if not task.cancelled() and isinstance(error := task.exception(), NameTaken):
+            self.refusals.append(str(error))
+            process.kill()
+        elif not task.cancelled() and error is not None:
+            self.failures.append(error)
 
     def wake(self) -> None:
         """Look again: something about the hardware has changed."""
@@ -195,7 +206,7 @@ class SimNode:
 
     # ---------------------------------------------------------------- ranks
 
-    def _begin(self, job: str, r: DesiredRank) -> None:
+    def _begin(self, job: str, r: DesiredRank, seen: tuple[int, int]) -> None:
         """Execute a rank, unless it was stopped or fenced before."""
         gang = self.gangs.get(job)
         have = next((x for x in gang.ranks if x.key == (r.rank, r.generation)), None) if gang is not None else None
@@ -206,7 +217,7 @@ class SimNode:
         if have.state == "stopping" or (fenced and self.loop.time() >= self.fence.deadline):
             self._status(key, state="exited", exit_code=-15, cause="stopped" if have.state == "stopping" else "fenced")
             return
-        run = Run(job, r.rank, r.generation, self.name, r.gpus, fenced, self.loop.time(), share=r.share, index=self.seen[1], epoch=self.seen[0])
+        run = Run(job, r.rank, r.generation, self.name, r.gpus, fenced, self.loop.time(), share=r.share, index=seen[1], epoch=seen[0])
         self.runs.append(run)
         self._alive[key] = (run, self.loop.call_later(self._life_s(), self._dies, key))
         self._status(key, state="running", pid=1)
@@ -325,22 +336,22 @@ class SimNode:
                     self.loop.call_later(wait_s, self._end, (job, rank, generation), -15, cause)
             case Notify(gang):
                 self._change(gang.job, notice=gang.notice, notified_at=self.loop.time(), acknowledged=())
-                for r in self.gangs[gang.job].live:
+                for live in self.gangs[gang.job].live:
                     if self.habits.calm or self.rng.random() < self.habits.obeys:
-                        self.loop.call_later(self.rng.random(), self._acknowledge, gang.job, r.rank)
+                        self.loop.call_later(self.rng.random(), self._acknowledge, gang.job, live.rank)
             case Prepare(gang, continued):
                 self._turn(gang)
                 self._change(gang.job, phase="preparing")
                 assert self._agent is not None
-                self.graveyard.append(self._agent.spawn(self._prepare(gang, continued)))
+                self._agent.spawn(self._prepare(gang, continued))
             case FailPrepare(gang, message):
                 self._turn(gang)
                 self._change(gang.job, phase="prepare_failed", message=message)
             case Start(gang, new):
-                ranks = tuple(LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=self.loop.time(), share=r.share) for r in new)
-                self._change(gang.job, ranks=(*self.gangs[gang.job].ranks, *ranks))
-                for r in new:
-                    self.loop.call_later(self.rng.random() * 0.2, self._begin, gang.job, r)
+                starting = [LocalRank(r.rank, r.generation, r.gpus, "starting", progress_at=self.loop.time(), share=r.share) for r in new]
+                self._change(gang.job, ranks=(*self.gangs[gang.job].ranks, *starting))
+                for wanted in new:
+                    self.loop.call_later(self.rng.random() * 0.2, self._begin, gang.job, wanted, self.seen)
             case Forget(job):
                 self.retired[job] = self.gangs.pop(job).generation
                 self._changed()

@@ -21,6 +21,7 @@ from gangline.chaos.checker import NodeView, RankLife, check, entries_of
 from gangline.chaos.sim import invariants
 from gangline.chaos.sim.adversary import FAULTS
 from gangline.chaos.sim.loop import SimLoop
+from gangline.chaos.sim.planted import replaced
 from gangline.chaos.sim.scenario import Plan, Scenario, plan
 from gangline.chaos.sim.world import World
 from gangline.core.model.codec import BadFrame, decode_frame
@@ -64,7 +65,9 @@ def plan_of(seed: int, scenario: Scenario) -> Plan:
     return plan(seed, scenario, FAULTS)
 
 
-def play(seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset[str] | None = None, level: str = "error", trace: bool = False) -> Outcome:
+def play(
+    seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset[str] | None = None, level: str = "error", trace: bool = False
+) -> Outcome:
     """Play one seed, with nothing but the parts `only` of its plan. Never raises for what goes wrong in it: see `Outcome.violations`.
 
     `level` is that of the schedulers' logs.
@@ -74,9 +77,8 @@ def play(seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset
     worlds: list[World] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gangline-sim-")))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=SimLoop))
-        loop = runner.get_loop()
-        assert isinstance(loop, SimLoop)
+        loop = SimLoop()
+        stack.callback(loop.finish)
 
         async def run() -> None:
             world = World(seed, scenario, whole, folder, telemetry, level)
@@ -85,7 +87,7 @@ def play(seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset
                 world.tracing = []
             with contextlib.ExitStack() as patches:
                 for owner, name, value in _surroundings(world):
-                    patches.enter_context(_replaced(owner, name, value))
+                    patches.enter_context(replaced(owner, name, value))
                 try:
                     await world.run()
                     violations.extend(await _judge(world, settled=True))
@@ -98,11 +100,9 @@ def play(seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset
                     world.end()
 
         try:
-            runner.run(run())
+            loop.run_until_complete(run())
         except Exception as e:  # noqa: BLE001 - as above
             violations.append(_words(e))
-        finally:
-            loop.release()
     world = worlds[0]
     runs = [r for n in world.nodes.values() for r in n.runs]
     for r in runs:
@@ -134,16 +134,6 @@ def _surroundings(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield candidate, "is_gone", lambda other, me: world.is_gone(other.pid)
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    there = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, there)
-
-
 # ---------------------------------------------------------------- what must be true
 
 
@@ -168,6 +158,7 @@ async def _judge(world: World, *, settled: bool) -> list[str]:
         invariants.check_runs([r for n in world.nodes.values() for r in n.runs])
     except invariants.Violation as e:
         found.append(f"runs: {e}")
+    found += [f"agent of {n.name}: {type(e).__name__}: {e}" for n in world.nodes.values() for e in n.failures]
     for line in world.journal.getvalue().splitlines():
         if any(f'"{word}"' in line for word in NEVER):
             found.append(f"journal: {line}")

@@ -1,4 +1,4 @@
-"""How much of what a run has, and its plan: every fault and every job, each with random numbers of its own, so that any of them can be left out."""
+"""How much of what a run has, and its plan: every fault and every job, each with random numbers of its own, so that any can be left out."""
 
 from __future__ import annotations
 

@@ -22,28 +22,45 @@ LEAVES = ("default", "team/a", "team/b")
 LARGEST = 8 * 2 * 7
 
 
-def job(rng: random.Random) -> JobSpec:
-    """Return a job that fits into an empty cluster of three nodes."""
+def job(rng: random.Random, nodes: int) -> JobSpec:
+    """Return a job that fits into an empty cluster of so many nodes."""
+    resources = devices(rng)
+    most = max(resources.gpus, resources.mig_count, int(resources.shares_gpu))
     ranks = rng.choice((1, 1, 2, 3, 4, 6, 8, 8))
-    per_node = rng.choice((0, 0, 2)) if ranks % 2 == 0 else 0
+    while ranks * most > GPUS * nodes:
+        ranks //= 2
+    per_node = rng.choice((0, 0, 2)) if ranks % 2 == 0 and ranks // 2 <= nodes else 0
     unit = per_node or 1
     gang = Gang(ranks, ranks if rng.random() < 0.5 else max(unit, ranks // 2 // unit * unit), per_node)
     restart = Restart(
         on_rank_failure=rng.choice(("gang", "gang", "rank", "never")), on_node_failure=rng.choice(("reschedule",) * 4 + ("fail",)),
         max_restarts=rng.choice((1, 3, 100)), backoff_initial_s=rng.choice((0.0, 0.5, 3.0)), backoff_max_s=10.0,
     )  # fmt: skip
-    resources = devices(rng)
-    most = max(resources.gpus, resources.mig_count, int(resources.shares_gpu))
     fits = gang.min_ranks <= 2 * per_node if per_node else gang.min_ranks * most <= 2 * GPUS
     parts = roles(rng) if rng.random() < 0.25 else ()
     near = rng.choice(("", "", "preferred", "required" if fits and not parts else "preferred"))
     return JobSpec(
         ("train",), gang=gang, elastic=Elastic(rng.choice((1.0, 5.0, 20.0))),
-        topology=TopologyRequest(**({near: "rack"} if near else {})), priority=rng.choice((10, 50, 150)),
+        topology=_near(near, "rack"), priority=rng.choice((10, 50, 150)),
         preemptible=rng.random() < 0.7, restart=restart, resources=resources, roles=parts,
         time_limit_s=rng.choice((0.0, 0.0, 15.0, 60.0)), preemption=Preemption(grace_s=rng.choice((0.5, 3.0, 10.0))),
         on_disconnect=rng.choice(("stop", "stop", "stop", "keep")),
     )  # fmt: skip
+
+
+def _near(how: str, level: str) -> TopologyRequest:
+    nowhere = TopologyRequest()
+    match how:
+        case "required":
+            return msgspec.structs.replace(nowhere, required=level)
+        case "preferred":
+            return msgspec.structs.replace(nowhere, preferred=level)
+        case "balanced":
+            return msgspec.structs.replace(nowhere, balanced=level)
+        case "spread":
+            return msgspec.structs.replace(nowhere, spread=level)
+        case _:
+            return nowhere
 
 
 def devices(rng: random.Random) -> Resources:
@@ -69,7 +86,7 @@ def roles(rng: random.Random) -> tuple[Role, ...]:
         resources = Resources(gpus=rng.choice((0, 1)), cpus_milli=rng.choice((100, 500)))
         return Role(name, Gang(ranks, rng.choice((ranks, 1))), resources, topology=topology)
 
-    near = TopologyRequest(**{rng.choice(("preferred", "balanced", "spread")): rng.choice(("rack", "hostname"))})
+    near = _near(rng.choice(("preferred", "balanced", "spread")), rng.choice(("rack", "hostname")))
     group = Role("g", replicas=2, min_replicas=rng.choice((0, 1, 2)), roles=(role("x", 1), role("y", 2)), topology=near)
     return (role("a", 2, near), group) if rng.random() < 0.5 else (role("a", 2), role("b", 3, near))
 

@@ -283,7 +283,8 @@ class World:
         self._finished_clients.add(name)
 
     def _job(self, name: str, rng: random.Random) -> tuple[JobSpec, str]:
-        spec, user = workload.job(rng), ""
+        # With more than three nodes, one may be lost for ever.
+        spec, user = workload.job(rng, max(self.scenario.nodes - 1, min(3, self.scenario.nodes))), ""
         if rng.random() < self.scenario.conditional:
             spec = workload.conditional(rng, spec, sorted({job for job in self.submitted.values() if job} - {self.submitted.get(f"key-{name}")}))
         if "queues" in self.plan.standing:
