@@ -6,7 +6,7 @@ export PATH := $(BIN):$(PATH)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup etcd demo test check test-unit test-process bench wheel clean
+.PHONY: help setup etcd demo test check test-unit test-process chaos bench wheel clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -38,6 +38,10 @@ test-process: ## Run the tests with a real etcd, real schedulers and real agents
 	@.ci/setup dev examples
 	@.ci/etcd
 	$(BIN)/python -m pytest tests/contract tests/process $(ARGS)
+
+chaos: ## Play ten thousand seeds of the simulated cluster: hours; ARGS="--seeds 500 --start 40000" for other ones
+	@.ci/setup dev examples
+	$(BIN)/gangline chaos sim --seeds 10000 --out .gangline/chaos $(ARGS)
 
 bench: ## Measure
 	@.ci/setup dev examples

@@ -6,9 +6,10 @@ loss of a node whose ranks are known to be dead. That is told from the events th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
-from gangline.chaos.checker.facts import Facts, Handler
+from gangline.chaos.checker.facts import Facts, Handler, Incarnation, JobFacts
 from gangline.chaos.checker.report import Cite, Report
 from gangline.core.model import events as ev
 from gangline.core.model import roles
@@ -210,12 +211,20 @@ class Gangs:
     def _started(self, at: Cite, e: ev.RanksStarted) -> None:
         self._starts_together(at, e)
         job = self._facts.jobs.get(e.job)
-        if job is not None:  # a rank starts when what its gang had there before is gone
-            older = min((job.ranks[n].generation for n in e.ranks if n in job.ranks), default=0)
-            placed = min((r.generation for r in job.ranks.values() if r.node == e.node), default=older)
-            self._free(e.node, e.job, range(min(older, placed)))
+        if job is not None:
+            self._begun(job, e.node, [job.ranks[n] for n in e.ranks if n in job.ranks])
+
+    def _begun(self, job: JobFacts, node: str, ranks: Sequence[Incarnation]) -> None:
+        """A rank starts when what its gang had there before is gone."""
+        older = min((r.generation for r in ranks), default=0)
+        placed = min((r.generation for r in job.ranks.values() if r.node == node), default=older)
+        self._free(node, job.id, range(min(older, placed)))
 
     def _exited(self, at: Cite, e: ev.RanksExited) -> None:
+        job = self._facts.jobs.get(e.job)
+        if job is not None:  # of a short life, nobody may have told the start
+            generations = {x.rank: x.generation for x in e.exits}
+            self._begun(job, e.node, [r for n, r in job.ranks.items() if r.node == e.node and generations.get(n) == r.generation])
         for x in e.exits:
             self._free(e.node, e.job, only=(e.job, x.generation, x.rank))
 

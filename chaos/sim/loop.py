@@ -82,9 +82,8 @@ class _Mortal(Coroutine[Any, Any, Any]):
         process = self._process
         if process.dead:
             return _never()
-        if process.paused_until:
-            if asyncio.get_running_loop().time() < process.paused_until:
-                return _until(process.paused_until)
+        if process.paused_until and asyncio.get_running_loop().time() < process.paused_until:
+            return _until(process.paused_until)
         if self._held:
             held, self._held = self._held, ()
             return self.throw(*held)
@@ -199,9 +198,11 @@ class SimLoop(asyncio.SelectorEventLoop):
         self.close()
 
     def time(self) -> float:
+        """Return the simulated seconds since the loop was made."""
         return self._sim.now
 
     def create_future(self) -> asyncio.Future[Any]:
+        """Return a future that has a number."""
         self._numbered += 1
         future = _Future(loop=self)
         future._number = self._numbered
@@ -223,6 +224,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         return task
 
     def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Do it now."""
         done: asyncio.Future[Any] = self.create_future()
         try:
             done.set_result(func(*args))

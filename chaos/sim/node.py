@@ -119,13 +119,16 @@ class SimNode:
 
     @property
     def up(self) -> bool:
+        """The agent runs."""
         return self._agent is not None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of the simulation."""
         return asyncio.get_running_loop()
 
     def registration(self) -> Registration:
+        """Return what the agent says of its node."""
         gpus = tuple(self._facts().values())
         return Registration(
             node=self.name, identity=f"{self.name}-{self.installed}", boot_id=f"{self.installed}.{self.boot}", address=self.name, agent_url="",
