@@ -142,7 +142,8 @@ class GpuWatch:
             count_xid(self._memory, event.uuid, event.xid, event.at_ms)
             self._save()
             self._log.warning("xid", gpu=event.uuid, xid=event.xid)
-            self._report()
+            if not self._unknown:  # else the first look, which is about to end, tells of it
+                self._report()
         self._wake.set()  # an ECC error or a lost GPU shows in the figures
 
     def minors(self) -> dict[int, int]:
