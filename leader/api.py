@@ -73,6 +73,8 @@ def make_app(service: Service, options: ApiOptions, metrics: Metrics | None = No
             web.get("/v1/jobs/{job}/when", why.when),
             web.get("/v1/nodes", cluster.nodes),
             web.get("/v1/nodes/{node}", cluster.node),
+            web.get("/v1/nodes/{node}/health", cluster.node_health),
+            web.post("/v1/nodes/{node}/health", writes(cluster.set_health, _SMALL)),
             web.post("/v1/nodes/{node}:{action}", writes(cluster.administer, _SMALL)),
             web.get("/v1/queues", queues.queues),
             web.put("/v1/queues", writes(queues.declare, MAX_CLUSTER_BYTES)),

@@ -17,10 +17,12 @@ from gangline.core.model.statecodec import dump_state
 from gangline.leader.api_context import Context
 from gangline.leader.api_http import Params, Refusal, bad_input, body_as
 from gangline.leader.api_jobs import MAX_REASON, user_of
-from gangline.leader.commands import Administer, SetBrake
+from gangline.leader.commands import Administer, SetBrake, SetHealth
+from gangline.leader.healthrows import health_row
 from gangline.leader.rows import node_row
 
 Action = Literal["cordon", "uncordon", "drain", "undrain", "confirm_dead"]
+SettableHealth = Literal["quarantined", "repair", "burn_in", "healthy"]
 
 #: a health answer waits no longer for the state to be vouched for
 HEALTH_S = 0.5
@@ -34,6 +36,14 @@ class Word(msgspec.Struct, forbid_unknown_fields=True):
 
     reason: str = ""
     deadline_s: float = 0.0
+
+
+class HealthWord(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of an operator's word about the health of a node or GPU."""
+
+    state: str
+    gpu: str = ""
+    reason: str = ""
 
 
 class BrakeWord(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,6 +88,24 @@ class ClusterRoutes:
         """GET /v1/nodes/{node}."""
         state = await self._context.read(Params(request, "min_index", "wait"))
         return self._context.answer(node_row(_find_node(state, request.match_info["node"])), index=state.index)
+
+    async def node_health(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/nodes/{node}/health."""
+        state = await self._context.read(Params(request, "min_index", "wait"))
+        return self._context.answer(health_row(state, _find_node(state, request.match_info["node"]), state.at_ms), index=state.index)
+
+    async def set_health(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """POST /v1/nodes/{node}/health."""
+        node, word = request.match_info["node"], body_as(body, HealthWord)
+        _check_text("/reason", word.reason)
+        _check_text("/gpu", word.gpu)
+        states = get_args(SettableHealth)
+        if word.state not in states:
+            raise bad_input([Problem("/state", f"One of {', '.join(states)}.", "GL-1104", nearest(word.state[:50], states))])
+        command = SetHealth(node, word.gpu, cast(SettableHealth, word.state), by=user_of(request), reason=word.reason)
+        accepted = await self._context.execute_one(command)
+        state = await self._context.view(accepted.index, 1.0)
+        return self._context.answer(health_row(state, _find_node(state, node), state.at_ms), index=state.index)
 
     async def administer(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """POST /v1/nodes/{node}:{action}."""

@@ -12,6 +12,7 @@ import msgspec
 from gangline.core.model import events as ev
 from gangline.core.model.codec import encode_event
 from gangline.core.model.foldcluster import stranded
+from gangline.core.model.health import Ailment, HealthState
 from gangline.core.model.naming import as_job, find_id
 from gangline.core.model.nearest import nearest
 from gangline.core.model.queues import Declaration, QueueSpec, QueueTree
@@ -21,6 +22,7 @@ from gangline.core.model.spec import Dependency, JobSpec, TopologyRequest
 from gangline.core.model.state import Job, State
 from gangline.core.model.topologies import Topology, changes, levels_by_name
 from gangline.core.model.topologies import check as check_topologies
+from gangline.core.policy.health import held
 from gangline.core.policy.windows import choose
 
 #: a declaration fits into one entry of the log, with room for what is already in that entry
@@ -74,6 +76,17 @@ class Administer(msgspec.Struct, frozen=True):
     deadline_s: float = 0.0
 
 
+class SetHealth(msgspec.Struct, frozen=True):
+    """Say how well a GPU, or a node as a whole (`device` ""), is: it is taken out, somebody works on it, it is mended, or nothing is wrong."""
+
+    node: str
+    #: UUID of the GPU, or its index
+    device: str
+    state: Literal["quarantined", "repair", "burn_in", "healthy"]
+    by: str = ""
+    reason: str = ""
+
+
 class SetBrake(msgspec.Struct, frozen=True):
     """Set or clear the mass-loss brake."""
 
@@ -109,7 +122,7 @@ class Unreserve(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-Command = Reserve | Unreserve | Submit | Stop | Hold | Release | Administer | SetBrake | DeclareQueues
+Command = SetHealth | Reserve | Unreserve | Submit | Stop | Hold | Release | Administer | SetBrake | DeclareQueues
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -149,6 +162,8 @@ def admit(state: State, command: Command) -> ev.LogEvent | Accepted:
             if state.brake.on == command.on:
                 return Accepted(state.index, "brake", replayed=True)
             return ev.BrakeSet(on=command.on, message=command.reason or "set by an operator", by=command.by)
+        case SetHealth():
+            return _set_health(state, command)
         case Reserve():
             return _reserve(state, command)
         case Unreserve():
@@ -332,3 +347,29 @@ def _administer(state: State, c: Administer) -> ev.LogEvent | Accepted:
     if c.action == "confirm_dead" and node.status != "lost":
         raise Refused(409, "node_is_up", f"{c.node} is up; stop its agent or cut its power before it is called dead")
     return ev.NodeAdministered(node=c.node, action=c.action, by=c.by, reason=c.reason, deadline_s=c.deadline_s)
+
+
+def _set_health(state: State, c: SetHealth) -> ev.LogEvent | Accepted:
+    node = state.nodes.get(c.node)
+    if node is None:
+        raise Refused(404, "no_such_node", f"there is no node {c.node}")
+    device = c.device
+    if device:
+        known_uuids = (gpu.uuid for gpu in node.registration.gpus if device in (gpu.uuid, str(gpu.index)))
+        found = next(known_uuids, device if device in node.health else "")
+        if not found:
+            raise Refused(404, "no_such_gpu", f"{c.node} has no GPU {device}; it has {len(node.registration.gpus)}, from 0 on")
+        device = found
+    known = node.health.get(device, Ailment())
+    if known.state == c.state and known.by == c.by and known.message == c.reason:
+        return Accepted(node.index, c.node, replayed=True)
+    if c.state == "repair" and not known.withdrawn:
+        raise Refused(409, "not_withdrawn", f"it is {known.state}; quarantine it first, so that what runs there leaves it")
+    if c.state in ("repair", "burn_in") and held(node, device):
+        raise Refused(409, "device_in_use", f"{', '.join(list(node.holdings)[:5])} still has it; quarantine it and wait")
+    # What still runs there is moved first: "unhealthy" becomes "quarantined" when it is empty.
+    to: HealthState = "unhealthy" if c.state == "quarantined" and held(node, device) else c.state
+    clear = c.state in ("healthy", "burn_in")
+    words = {"quarantined": "taken out", "repair": "somebody works on it", "burn_in": "it is mended, and tested", "healthy": "nothing is wrong"}
+    by = c.by or "operator"
+    return ev.HealthChanged(node=c.node, device=device, state=to, cause="operator", message=c.reason or words[c.state], by=by, clear=clear)

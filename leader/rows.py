@@ -18,6 +18,7 @@ from gangline.core.model.roles import Leaf, asked, least, leaves
 from gangline.core.model.spec import ArraySpec, JobSpec, Role
 from gangline.core.model.state import Job, Node, Rank
 from gangline.leader.gpurows import PartedGpuRow, ShareRow, parted_rows, share_row
+from gangline.leader.healthrows import worst
 
 #: names of environment variables whose values are never shown: the log keeps what was submitted, the API does not repeat it
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|(^|_)KEY($|_)|APIKEY|ACCESS_KEY", re.IGNORECASE)
@@ -185,6 +186,10 @@ class NodeRow(msgspec.Struct, frozen=True):
     labels: dict[str, str]
     agent_version: str
     lease_ttl_s: float
+    #: worst state of the node and its GPUs (GET /v1/nodes/{id}/health says more), and how many of them are given to nobody
+    health: str
+    gpus_withdrawn: int
+    spare: bool
 
 
 def job_row(job: Job) -> JobRow:
@@ -272,6 +277,9 @@ def node_row(node: Node) -> NodeRow:
         labels=reg.labels,
         agent_version=reg.agent_version,
         lease_ttl_s=reg.lease_ttl_s,
+        health=worst(node),
+        gpus_withdrawn=sum(not gpu.healthy for gpu in reg.gpus),
+        spare=node.spare,
     )
 
 

@@ -32,6 +32,17 @@ _DECIDED = (
 )  # fmt: skip
 
 
+def _is_decided(event: ev.LogEvent) -> bool:
+    """Whether the policy has decided it: of changes of health those that are nobody's word, of submissions the tests of devices."""
+    match event:
+        case ev.HealthChanged():
+            return not event.by
+        case ev.JobSubmitted():
+            return bool(event.spec.burn_in)
+        case _:
+            return isinstance(event, _DECIDED)
+
+
 class Decisions:
     """Decides again along the log, with a state of its own."""
 
@@ -121,7 +132,7 @@ class _Cycle:
             state.scratch = Scratch()
             attend_to_all(state)
         else:
-            while self._at < len(self._events) and not isinstance(self._events[self._at][1], _DECIDED):
+            while self._at < len(self._events) and not _is_decided(self._events[self._at][1]):
                 self._apply()
             self._must_look = state.scratch.queue_dirty
             wake(state, self._now_ms)

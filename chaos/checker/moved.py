@@ -36,6 +36,10 @@ def moved(event: ev.LogEvent) -> ev.LogEvent:
         case ev.GangRequeued():
             times = {"not_before_ms": _time(event.not_before_ms), "failed_at_ms": _time(event.failed_at_ms)}
             return _replace(event, avoid=_avoid(event.avoid), message="", **times)
+        case ev.HealthReported():
+            return _replace(event, symptoms=tuple(_replace(s, at_ms=_time(s.at_ms)) for s in event.symptoms))
+        case ev.HealthChanged():
+            return _replace(event, until_ms=_time(event.until_ms), message="")
         case ev.ReservationDeclared():
             kept = event.reservation
             return _replace(event, reservation=_replace(kept, start_ms=_time(kept.start_ms), end_ms=_time(kept.end_ms)))

@@ -43,6 +43,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "queues": ("queues", "List queues with what they may have and what they have."),
         "apply": ("apply", "Declare the queues that a cluster file describes."),
         "events": ("events", "Print the events of the cluster's log."),
+        "health": ("health", "Show what is not well, with the evidence, or say how it is."),
         "cordon": ("nodes", "Send no new ranks to nodes."),
         "uncordon": ("nodes", "Send new ranks to nodes again."),
         "drain": ("nodes", "Empty nodes, and say what is in the way."),

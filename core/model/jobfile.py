@@ -39,7 +39,7 @@ from gangline.core.model.jobresources import read_resources, resource_words
 from gangline.core.model.jobroles import check_beside_roles, check_roles, role_words, roles_reader, with_resources
 from gangline.core.model.problems import MAX_PROBLEMS, BadJob, Problem, child_pointer, show
 from gangline.core.model.roles import MAX_LEAVES, full, least
-from gangline.core.model.spec import Checkpoint, Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
+from gangline.core.model.spec import Checkpoint, Elastic, Gang, Health, JobSpec, Preemption, Resources, Restart, TopologyRequest
 from gangline.core.model.strict_json import load_json
 from gangline.core.model.units import format_duration
 
@@ -117,6 +117,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         },
         "restart": _restart_words(spec.restart),
         "preemption": {"signal": spec.preemption.signal, "grace": duration_word(spec.preemption.grace_s)},
+        "health": {"on_unhealthy": spec.health.on_unhealthy, "stragglers": spec.health.stragglers},
         "on_disconnect": spec.on_disconnect,
         **box.words(spec),
         **life.words(spec),
@@ -274,6 +275,10 @@ _TOPOLOGY: Fields = {
     "max_skew": ("max_skew", whole(1, MAX_RANKS, "Leave the field out for ranks as equal as the room allows.")),
     "name": ("name", read_name),
 }
+_HEALTH: Fields = {
+    "on_unhealthy": ("on_unhealthy", one_of("move", "restart", "warn")),
+    "stragglers": ("stragglers", one_of("report", "replace", "ignore")),
+}
 _PREEMPTION: Fields = {"signal": ("signal", one_of(*_ASKING_SIGNALS)), "grace": ("grace_s", duration(0.0, 3600.0))}
 
 
@@ -374,6 +379,7 @@ _JOB: Fields = {
     "checkpoint": ("checkpoint", section(Checkpoint, _CHECKPOINT)),
     "restart": ("restart", _restart),
     "preemption": ("preemption", section(Preemption, _PREEMPTION)),
+    "health": ("health", section(Health, _HEALTH)),
     "on_disconnect": ("on_disconnect", one_of("stop", "keep")),
     "array": ("array", life.read_array),
     "depends_on": ("depends_on", life.read_dependencies),

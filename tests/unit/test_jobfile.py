@@ -480,12 +480,12 @@ def test_manual_has_every_field_and_its_examples_are_jobs() -> None:
     for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
         assert parse_yaml(block)
     listed = set(re.findall(r"^\| `([a-z_.]+)` \|", text, re.MULTILINE))
-    sections = ("gang", "elastic", "resources", "topology", "checkpoint", "restart", "preemption")
+    sections = ("gang", "elastic", "resources", "topology", "checkpoint", "restart", "preemption", "health")
     fields = {name for name in jobfile._JOB if name not in sections}
     fields |= {f"roles.{name}" for name in (*jobfile._ROLE, "roles")}
     nested = {
         "gang": jobfile._GANG, "resources": RESOURCES, "topology": jobfile._TOPOLOGY, "checkpoint": jobfile._CHECKPOINT,
-        "preemption": jobfile._PREEMPTION, "elastic": jobfile._ELASTIC,
+        "preemption": jobfile._PREEMPTION, "elastic": jobfile._ELASTIC, "health": jobfile._HEALTH,
     }  # fmt: skip
     fields |= {f"{section}.{name}" for section, names in nested.items() for name in names}
     fields |= {f"restart.{name}" for name in jobfile._RESTART if name not in ("backoff", "exit_codes", "signals")}

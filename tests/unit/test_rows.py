@@ -153,6 +153,9 @@ def test_a_job_that_runs_restarts_and_ends() -> None:
         "labels": {"rack": "r1"},
         "agent_version": "0.1.0",
         "lease_ttl_s": 10.0,
+        "health": "healthy",
+        "gpus_withdrawn": 0,
+        "spare": False,
     }
     state = folded(*events, ev.GangFinished(job="j1", outcome="failed", cause="rank_failed", message="rank 3 ended by SIGKILL", exit_code=137))
     job = plain(whole_job(state.jobs["j1"]))

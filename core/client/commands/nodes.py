@@ -23,7 +23,9 @@ DRAIN_POLL_S = 0.5
 def _state(node: Row) -> str:
     if node["state"] != "up":
         return cell(node["state"])
-    return "draining" if node.get("draining") else "cordoned" if node.get("cordoned") else "up"
+    if node.get("draining") or node.get("cordoned"):
+        return "draining" if node.get("draining") else "cordoned"
+    return cell(node["health"]) if node.get("health", "healthy") not in ("healthy", "suspect") and not node.get("schedulable", True) else "up"
 
 
 def _of(node: Row, free: str, total: str) -> str:
@@ -71,6 +73,7 @@ NODES: tuple[Column, ...] = (
 )
 NODES_WIDE: tuple[Column, ...] = (
     ("PARTS OF GPUS", lambda n: parted_words(n.get("gpus_parted") or [])),
+    ("HEALTH", lambda n: cell(n.get("health"))),
     ("ADDRESS", lambda n: cell(n.get("address"))),
     ("AGENT", lambda n: cell(n.get("agent_version"))),
     ("LABELS", lambda n: cell(n.get("labels"))),
