@@ -25,6 +25,7 @@ from gangline.core.model.codec import Frame
 from gangline.core.model.fold import IllegalTransition
 from gangline.core.model.state import State
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
+from gangline.core.policy.stragglers import Paces
 from gangline.core.store.api import OutOfSpace, Store
 from gangline.core.store.election import Leadership
 from gangline.core.store.fencing import Fenced
@@ -107,6 +108,7 @@ class Term:
         self._wake = asyncio.Event()
         self._inbox = NodeInbox(store, keys, self._wake.set, monotonic)
         self._pending: list[Pending] = []
+        self._paces = Paces()
         #: commands of the cycle under way: whether they are in the log is not known before its commit
         self._taken: list[Pending] = []
         self._next_timer: int | None = None
@@ -277,6 +279,9 @@ class Term:
                     del inbox.missing[node]
         for node in sorted(docs):
             self._fold(batch, ingest.observed(self.state, docs[node], now))
+            self._fold(batch, self._paces.take(self.state, docs[node], now))
+        if docs:
+            self._paces.forget(self.state)
 
     def _decide(self, batch: Batch, now: int) -> tuple[int, bool]:
         """Decide and fold until nothing is left to decide, or it has taken long. Returns the number of rounds, and whether nothing is left."""

@@ -10,19 +10,20 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
 
-from gangline.core.model.documents import DesiredGang, DesiredRank
+from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, HealthNotice
 from gangline.core.model.gpushares import MigSlice
 from gangline.core.model.roles import of_role
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import StoreError
 from gangline.core.telemetry import Log, SpanKind
-from gangline.nodeagent import jobevents, rankfile
+from gangline.nodeagent import jobevents, pace, rankfile, stacks
 from gangline.nodeagent.adoption import RankStatus, local_rank, read_status, stored_statuses
 from gangline.nodeagent.cgroups import Layout
 from gangline.nodeagent.devices import Inventory
@@ -42,6 +43,8 @@ from gangline.nodeagent.ranks import Ranks
 from gangline.nodeagent.reconcile import Action, FailPrepare, Forget, Notify, Prepare, Refuse, Start, Stop
 from gangline.nodeagent.statedir import GangRecord, StateDir, is_safe
 
+#: what a test of a withdrawn device runs (nodeagent/burnin.py): the agent's own Python has it, whatever the job's PATH
+BURN_IN = (sys.executable, "-m", "gangline.nodeagent.burnin")
 #: a rank that is stopped after its notice has had its time to save already
 GRACE_AFTER_NOTICE_S = 5.0
 _STORE_RETRY_S = 0.5
@@ -93,6 +96,8 @@ class Gangs:
         self._gangs: dict[str, LocalGang] = {}
         self._records: dict[str, GangRecord] = {}
         self._retired: dict[str, int] = {}
+        #: what ranks were told last of the health of what they have, by job
+        self._told: dict[str, tuple[HealthNotice, ...]] = {}
         #: forgotten gangs whose status files are still there, with their last generation
         self._unswept: dict[str, int] = {}
         self._refused: dict[str, str] = {}
@@ -139,6 +144,17 @@ class Gangs:
         self._gpus = {gpu.index: gpu.healthy for gpu in inventory.gpus}
         self._facts = {gpu.index: gpu for gpu in inventory.gpus}
 
+    def tell_health(self, desired: Desired) -> None:
+        """Tell ranks what has become of the health of what they have, once for each change."""
+        for gang in desired.gangs:
+            if gang.health != self._told.get(gang.job, ()):
+                have = self._gangs.get(gang.job)
+                for generation in sorted({r.generation for r in have.live}) if have is not None else ():
+                    self._tell(gang.job, generation, jobevents.health_event(gang, generation, now_ms()))
+                self._told[gang.job] = gang.health
+        for job in self._told.keys() - {gang.job for gang in desired.gangs}:
+            del self._told[job]
+
     def take_unswept(self) -> dict[str, int]:
         """Return the forgotten gangs whose status files may be removed, with their last generation; the caller does it."""
         unswept, self._unswept = self._unswept, {}
@@ -183,10 +199,29 @@ class Gangs:
         grace_s, signum = self._how_to_stop(gang) if action.gently else (0.0, signal.SIGKILL)
         for rank, generation in action.ranks:
             ref = RankRef(gang.job, generation, rank)
-            self.ranks.command(ref, f"stop {grace_s} {int(signum)} {action.cause} {action.message}")
+            have = self._rank(ref)
             self._change_rank(ref, state="stopping")
+            if action.cause == "hang" and have is not None and have.pid:
+                # Where it stands is what people ask first; it is gone with the process.
+                self._spawn(self._stop_with_stacks(ref, have.pid, action.message))
+            else:
+                self.ranks.command(ref, f"stop {grace_s} {int(signum)} {action.cause} {action.message}")
         ranks = [rank for rank, _ in action.ranks]
         self._log.info("stop", gang=gang.job, generation=gang.generation, ranks=ranks, cause=action.cause, message=action.message)
+
+    async def _stop_with_stacks(self, ref: RankRef, pid: int, message: str) -> None:
+        found = ""
+        try:
+            found = await stacks.collect(pid, self._state.root / "logs" / ref.job / f"rank-{ref.rank}.{ref.generation}.stacks")
+        except OSError as e:
+            self._log.warning("no_stacks", gang=ref.job, rank=ref.rank, error=e)
+        finally:
+            self.ranks.command(ref, f"stop 0.0 {int(signal.SIGKILL)} hang {message}{f'; {found}' if found else ''}")
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _how_to_stop(self, gang: LocalGang) -> tuple[float, signal.Signals]:
         record = self._records.get(gang.job)
@@ -350,7 +385,7 @@ class Gangs:
         )  # fmt: skip
         launch = Launch(
             job=job, generation=generation, rank=r.rank, gpus=r.gpus, boot_id=self._node.boot_id,
-            command=of_role(spec, r.role).command, env=rank_environment(gang, r, spec, here),
+            command=BURN_IN if spec.burn_in else of_role(spec, r.role).command, env=rank_environment(gang, r, spec, here),
             workdir=spec.workdir or self._state.workdir(job, r.rank), make_workdir=not spec.workdir,
             log=f"logs/{job}/rank-{r.rank}.{generation}.log", log_part_bytes=LOG_PART_BYTES, log_parts=LOG_PARTS,
             fenced=spec.on_disconnect == "stop", grace_s=spec.preemption.grace_s, share=r.share, **_locks(r),
@@ -421,7 +456,7 @@ class Gangs:
         if message["type"] == "ack":
             self._change(ref.job, acknowledged=tuple(sorted({*gang.acknowledged, ref.rank})))
         elif isinstance(step, int):
-            self._change_rank(ref, progress_at=time.monotonic())
+            self._change_rank(ref, **pace.after(rank, step, message.get("busy_ms"), time.monotonic()))
             self._change(ref.job, step=max(step, gang.step))
             if message["type"] == "checkpoint" and step >= gang.checkpoint_step:
                 self._change(ref.job, checkpoint_step=step, checkpoint_path=path if isinstance(path, str) else "")

@@ -12,7 +12,7 @@ import msgspec
 from gangline.core.model.documents import DesiredGang, StopNotice
 
 #: causes of a stop notice that are events of their own; every other one is a preemption
-_EVENT_OF_CAUSE = {"drain": "drain", "resize": "resize", "migration": "migration"}
+_EVENT_OF_CAUSE = {"drain": "drain", "resize": "resize", "migration": "migration", "health": "drain", "straggler": "drain"}
 
 _EVENTS_BYTES_MAX = 1 << 18
 
@@ -30,6 +30,12 @@ def stop_event(gang: DesiredGang, generation: int, notice: StopNotice, at_ms: in
     if not notice.new_world_size:
         del fields["new_world_size"]
     return _head(_EVENT_OF_CAUSE.get(notice.cause, "preemption"), gang.job, generation, at_ms) | fields
+
+
+def health_event(gang: DesiredGang, generation: int, at_ms: int) -> dict[str, object]:
+    """Return the event that says what is not well of what the ranks on this node have; nothing any more is an empty list."""
+    devices = [{"gpu": each.device if each.device >= 0 else None, "state": each.state, "message": each.message} for each in gang.health]
+    return _head("health", gang.job, generation, at_ms) | {"devices": devices}
 
 
 def append_event(path: str, event: dict[str, object]) -> None:

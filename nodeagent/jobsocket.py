@@ -3,7 +3,7 @@
 Protocol, JSON lines in both directions:
 
     rank  → agent   {"type":"hello","token":"..."}                      the first line, within HELLO_TIMEOUT_S
-                    {"type":"progress","step":N}
+                    {"type":"progress","step":N,"busy_ms":M}            M, the time of its own work in a step, may be left out
                     {"type":"checkpoint","step":N,"path":"..."}
                     {"type":"ack"}                                      stop notice heard, and everything worth keeping saved
     agent → rank    {"event":"start"|"restart"|"preemption"|...,...}    those of its generation so far, then new ones as they come
@@ -56,6 +56,8 @@ BURST_MAX = 200
 RATE_PER_S = 100.0
 
 STEP_MAX = 2**63 - 1
+#: a step that took a month is no step
+BUSY_MS_MAX = 31 * 86_400_000
 TOKEN_CHARS_MAX = 256
 CHECKPOINT_PATH_BYTES_MAX = 4_096
 
@@ -353,7 +355,9 @@ def parse(line: bytes) -> dict[str, object] | None:
                 raise BadMessage("unknown_token", f"hello needs a token of 1 to {TOKEN_CHARS_MAX} characters")
             return {"type": "hello", "token": token}
         case "progress":
-            return {"type": "progress", "step": _step(raw)}
+            busy = raw.get("busy_ms")
+            known = isinstance(busy, int) and not isinstance(busy, bool) and 0 < busy <= BUSY_MS_MAX
+            return {"type": "progress", "step": _step(raw)} | ({"busy_ms": busy} if known else {})
         case "checkpoint":
             return {"type": "checkpoint", "step": _step(raw), "path": _path(raw)}
         case "ack":

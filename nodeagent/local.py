@@ -30,6 +30,9 @@ class LocalRank(msgspec.Struct, frozen=True):
     progress_at: float = 0.0
     #: what it has of its devices, None: the whole of each
     share: GpuShare | None = None
+    #: last step that it reported, and how long one takes it: smoothed, 0 before two were reported
+    step: int = -1
+    pace_ms: float = 0.0
 
     @property
     def live(self) -> bool:

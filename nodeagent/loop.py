@@ -181,6 +181,7 @@ class Agent:
             self._look.clear()
             if self._desired is None:
                 continue
+            self._gangs.tell_health(self._desired)
             actions = reconcile(self._desired, self._gangs.local, time.monotonic())
             for action in actions:
                 if isinstance(action, Prepare | Start) and not self._may_start(self._desired):

@@ -28,8 +28,14 @@ def observed_gang(have: LocalGang, gang: DesiredGang | None) -> ObservedGang:
         step=have.step,
         checkpoint_step=have.checkpoint_step,
         checkpoint_path=have.checkpoint_path,
+        paces=tuple((r.rank, two_digits(r.pace_ms)) for r in ranks if r.live and r.pace_ms),
         acknowledged=have.notice is not None and all(not r.live or r.rank in have.acknowledged for r in ranks),
     )
+
+
+def two_digits(value: float) -> int:
+    """Return a number to two digits, so that what changes a little is no news."""
+    return int(float(f"{value:.2g}"))
 
 
 def _relevant(have: LocalGang) -> list[LocalRank]:

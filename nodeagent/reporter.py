@@ -128,7 +128,7 @@ def _now() -> float:
 
 
 def _without_steps(document: Observed) -> tuple[Any, ...]:
-    gangs: tuple[ObservedGang, ...] = tuple(msgspec.structs.replace(g, step=-1) for g in document.gangs)
+    gangs: tuple[ObservedGang, ...] = tuple(msgspec.structs.replace(g, step=-1, paces=()) for g in document.gangs)
     return (document.desired_index, document.epoch, gangs, document.gpus, document.driver)
 
 
@@ -143,4 +143,4 @@ def _urgent(document: Observed) -> tuple[Any, ...]:
 
 def _urgent_gang(gang: ObservedGang) -> tuple[ObservedGang, bool]:
     over = tuple(r for r in gang.ranks if r.state not in ("starting", "running"))
-    return (msgspec.structs.replace(gang, step=-1, ranks=over), any(r.state == "starting" for r in gang.ranks))
+    return (msgspec.structs.replace(gang, step=-1, paces=(), ranks=over), any(r.state == "starting" for r in gang.ranks))

@@ -128,7 +128,7 @@ CODES: dict[str, tuple[str, str, str]] = {
     "no_such_node": ("no such node", "No node of this name has ever joined.", "`gangline nodes` lists them."),
     "no_such_gpu": ("no such GPU", "The node has none of this index or UUID.", "`gangline health NODE -o wide` shows UUIDs."),
     "not_withdrawn": ("it is in use", "Only what was taken out can be worked on.", "`gangline health NODE --quarantine` takes it out first."),
-    "device_in_use": ("a gang still has it", "What is worked on or tested must be empty.", "Quarantine it, and wait until its gangs have moved."),
+    "device_in_use": ("a gang still has it", "What is worked on or tested must be empty.", "Quarantine it; its gangs move away."),
     "ambiguous": ("several jobs begin like this", "The beginning of an id fits more than one job.", "Give more of it."),
     "name_in_use": ("the name is in use", "A job of this name has not ended yet.", "Stop it, wait for it, or take another name."),
     "idempotency_key_reused": (

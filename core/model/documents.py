@@ -128,6 +128,16 @@ class StopNotice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     new_world_size: int = 0
 
 
+class HealthNotice(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """What is not well of the devices that a gang has on a node, or of the node (`device` -1)."""
+
+    #: its index on this node
+    device: int
+    #: suspect, unhealthy, ... (core/model/health.py)
+    state: str
+    message: str
+
+
 class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """This node's part of one gang.
 
@@ -151,6 +161,8 @@ class DesiredGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     #: roles of the job that have ranks, in order; and the groups of all nodes: for each node, as many as roles have ranks there
     roles: tuple[DesiredRole, ...] = ()
     groups: int = 0
+    #: ranks are told of each once
+    health: tuple[HealthNotice, ...] = ()
 
 
 class Desired(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -205,6 +217,8 @@ class ObservedGang(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     checkpoint_path: str = ""
     #: every rank here has acknowledged the stop notice (or ended)
     acknowledged: bool = False
+    #: (rank, milliseconds that a step takes it), of ranks that report steps, smoothed and to two digits: core/policy/stragglers.py
+    paces: tuple[tuple[int, int], ...] = ()
 
 
 class XidCount(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):

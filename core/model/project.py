@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, DesiredRole
+from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, DesiredRole, HealthNotice
 from gangline.core.model.roles import Leaf, leaves
-from gangline.core.model.state import Job, Part, State
+from gangline.core.model.state import Job, Node, Part, State
 
 #: states in which a gang's ranks belong on its nodes; a restarting gang that waits out its backoff is stopped there
 _WANTED = ("placed", "preparing", "running", "preempting", "resizing")
@@ -50,7 +50,16 @@ def _gang(state: State, job: Job, node: str) -> DesiredGang:
         master_port=job.master_port,
         restart=job.restart,
         notice=job.notice,
+        health=_health(state.nodes[node], part) if node in state.nodes and state.nodes[node].health else (),
     )
+
+
+def _health(node: Node, part: Part) -> tuple[HealthNotice, ...]:
+    """Return what the part is to be told of its devices and its node."""
+    index = {gpu.uuid: gpu.index for gpu in node.registration.gpus}
+    mine = {g for rank in part.ranks.values() for g in rank.gpus}
+    ill = ((index.get(uuid, -1), a) for uuid, a in sorted(node.health.items()) if a.state != "healthy" and (not uuid or index.get(uuid) in mine))
+    return tuple(HealthNotice(device, a.state, a.message) for device, a in ill)
 
 
 def _with_roles(

@@ -54,13 +54,18 @@ __all__ = [
 ]
 
 
-def progress(step: int) -> None:
+def progress(step: int, busy_s: float = 0.0) -> None:
     """Report that step `step` is done. Never waits; the newest step is sent at most ten times a second.
+
+    `busy_s` is how long this rank worked on it itself, in seconds, without waiting for others. Ranks of one gang are compared by it, to
+    find a slow one; without it by the time from step to step, which is the same for all ranks that wait for each other in each step.
 
     With a `hang_timeout` in the job file, a rank that reports no new step for so long is taken for hung.
     """
     link = _link or _connect()
     link.step = int(step)
+    if busy_s > 0:
+        link.busy_ms = max(1, round(busy_s * 1000))
     if not link.pending:
         link.wake()
 
@@ -170,6 +175,7 @@ class _Alone:
     """In place of the link outside Gangline: takes everything, does nothing."""
 
     step = -1
+    busy_ms = 0
     checkpoint: tuple[int, str] | None = None
     acknowledged = False
     pending = True

@@ -48,6 +48,8 @@ class Link:
 
     def __init__(self, context: Context, path: str, token: str) -> None:
         self.step = -1
+        #: its own work in a step, 0 when the job does not say
+        self.busy_ms = 0
         self.checkpoint: tuple[int, str] | None = None
         self.acknowledged = False
         #: the thread has been woken and has not looked yet
@@ -184,7 +186,7 @@ class Link:
         old_step, old_checkpoint, old_acknowledged = self._sent or (-1, None, False)
         lines = b""
         if step != old_step and 0 <= step <= STEP_MAX:
-            lines += _line({"type": "progress", "step": step})
+            lines += _line({"type": "progress", "step": step} | ({"busy_ms": self.busy_ms} if self.busy_ms else {}))
         if checkpoint is not None and checkpoint != old_checkpoint and 0 <= checkpoint[0] <= STEP_MAX:
             # The agent hangs up on a path that it could not write down; the step alone is worth reporting.
             path = checkpoint[1] if checkpoint[1].isprintable() and len(checkpoint[1].encode()) <= PATH_BYTES_MAX else ""
