@@ -72,7 +72,7 @@ async def _run(options: argparse.Namespace, log: Log) -> None:
     node = Node(options.node, options.address, boot_id, inventory, _base_environment(), _raise_priority(), options.mps_pipe, rules, layout)
     if gpus is not None and inventory.kind == "nvml":
         partitions = NvmlPartitions(gpus, state.root / "mig-uuids.json", boot_id, options.mps_pipe)
-        node = msgspec.structs.replace(node, partitions=partitions, minors=gpus.minors)
+        node = msgspec.structs.replace(node, partitions=partitions, closed=partitions.closed)
     store = ConnectingNode(lambda: EtcdStore.connect(options.etcd, tls=_tls(options)), options.cluster, options.node)
     telemetry = setup("gangline-agent", cluster=options.cluster, node=options.node)
     for warning in telemetry.warnings:

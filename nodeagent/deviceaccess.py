@@ -2,8 +2,11 @@
 
 An environment variable is a request, this is a wall: a rank that sets `CUDA_VISIBLE_DEVICES` itself still cannot reach another's GPU. It needs
 control groups that the agent may make: v1 with its `devices` controller, or v2, where a small BPF program is attached to the group. What is
-denied is a list of device files; everything else stays as it is. Instances of MIG on one GPU share its device file, so among them only the
-driver's own access files are a wall.
+denied is a list of device files; everything else stays as it is.
+
+Instances of MIG on one GPU share its device file. What tells them apart are further ones, /dev/nvidia-caps/nvidia-capN: who cannot open that of
+an instance cannot use it. Their numbers are fixed for each GPU and instance (docs.nvidia.com/datacenter/tesla/mig-user-guide, device nodes and
+capabilities).
 
 Small imports: the process that stands beside a rank runs it.
 """
@@ -14,6 +17,7 @@ import ctypes
 import errno
 import os
 import platform
+import re
 import struct
 
 #: /dev/nvidia0 and so on; /dev/nvidiactl and its like have the minors from 254 on
@@ -25,11 +29,33 @@ _CGROUP_DEVICE_PROGRAM, _CGROUP_DEVICE_ATTACH, _ALLOW_MULTI = 15, 6, 2
 _CHARACTER_DEVICE = 2
 #: conditional jumps reach so far; each device takes two instructions
 DEVICES_MAX = 4096
+#: the driver's name of device files of MIG instances, in /proc/devices
+CAPABILITIES = "nvidia-caps"
+_CAPABILITY = re.compile(r"^gpu(?P<gpu>[0-9]+)/gi(?P<gi>[0-9]+)/")
 
 
 def others(minors: dict[int, int], own: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return the device files, as (major, minor), of GPUs that a rank does not have. `minors` are those of all GPUs of the node, by index."""
     return tuple((NVIDIA_MAJOR, minor) for index, minor in sorted(minors.items()) if index not in own and minor >= 0)
+
+
+def instances(mig_minors: str, devices: str, own: dict[int, set[int]]) -> tuple[tuple[int, int], ...]:
+    """Return the device files of MIG instances that a rank does not have, on the GPUs of which it has some, and those for changing instances.
+
+    `mig_minors` and `devices` are the texts of /proc/driver/nvidia-caps/mig-minors ("gpu0/gi1/access 12") and /proc/devices; `own` has the
+    numbers of its instances by N of the GPU's /dev/nvidiaN. Nothing where the driver has no such files.
+    """
+    major = next((int(line.split()[0]) for line in devices.splitlines() if line.split()[1:] == [CAPABILITIES]), -1)
+    if major < 0 or not own:
+        return ()
+    denied = []
+    for line in mig_minors.splitlines():
+        what, _, minor = line.partition(" ")
+        match = _CAPABILITY.match(what)
+        closed = what in ("config", "monitor") if match is None else int(match["gi"]) not in own.get(int(match["gpu"]), {int(match["gi"])})
+        if closed and minor.isdecimal():
+            denied.append((major, int(minor)))
+    return tuple(denied)
 
 
 def deny(group: str, devices: tuple[tuple[int, int], ...]) -> None:

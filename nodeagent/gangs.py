@@ -28,7 +28,7 @@ from gangline.nodeagent.adoption import RankStatus, local_rank, read_status, sto
 from gangline.nodeagent.cgroups import Layout
 from gangline.nodeagent.devices import Inventory
 from gangline.nodeagent.drivers.choice import Drivers
-from gangline.nodeagent.drivers.driver import Site
+from gangline.nodeagent.drivers.driver import Site, nothing_closed
 from gangline.nodeagent.environment import Here, rank_environment, user_environment
 from gangline.nodeagent.execute import Inside, NoSuchRank
 from gangline.nodeagent.isolation import Refused
@@ -71,8 +71,8 @@ class Node(msgspec.Struct, frozen=True):
     layout: Layout = Layout()
     #: what makes its GPUs ready for ranks, None: nothing does, or they are simulated
     partitions: Partitions | None = None
-    #: N of /dev/nvidiaN by index of the GPU, as it is now
-    minors: Callable[[], dict[int, int]] = dict
+    #: device files, as (major, minor), of what a rank does not have of the GPUs
+    closed: Callable[[DesiredRank], tuple[tuple[int, int], ...]] = nothing_closed
 
 
 class Gangs:
@@ -102,7 +102,7 @@ class Gangs:
         self._unswept: dict[str, int] = {}
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._drivers = Drivers(Site(node.rules, node.layout, state.identity(), state.root, simulated, node.base_environment, node.minors))
+        self._drivers = Drivers(Site(node.rules, node.layout, state.identity(), state.root, simulated, node.base_environment, node.closed))
         self.ranks = Ranks(state, Launcher(state.root, nice=node.nice), node.boot_id, self._on_status, log)
         self.ranks.bury = self._drivers.bury
         self.socket = JobSocket(state.job_socket, self._on_message)

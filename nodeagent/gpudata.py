@@ -102,6 +102,8 @@ class Instance(msgspec.Struct, frozen=True):
     start: int
     size: int
     uuid: str
+    #: the driver's number of it on its GPU
+    gi: int = -1
 
 
 class Instances(msgspec.Struct, frozen=True):

@@ -42,7 +42,9 @@ def partition(handle: Any, ask: Partition) -> tuple[Instance, ...]:
 def instances(handle: Any) -> tuple[Instance, ...]:
     """Return the instances of a GPU, by start; one that programs cannot run in has no UUID."""
     uuids = dict(_mig_uuids(handle))
-    found = [Instance(name, info.placement.start, info.placement.size, uuids.get(info.id, "")) for name, _, info in _gpu_instances(handle)]
+    found = [
+        Instance(name, info.placement.start, info.placement.size, uuids.get(info.id, ""), info.id) for name, _, info in _gpu_instances(handle)
+    ]
     return tuple(sorted(found, key=lambda i: i.start))
 
 

@@ -13,36 +13,39 @@ import msgspec
 
 from gangline.core.model.documents import DesiredRank
 from gangline.core.model.gpushares import MigSlice
-from gangline.nodeagent import mps
+from gangline.nodeagent import deviceaccess, mps
 from gangline.nodeagent.gpudata import Instance, Partition
 from gangline.nodeagent.gpudriver import DriverError
 from gangline.nodeagent.gpus import GpuWatch
 from gangline.nodeagent.partitions import Change, planned
 
+#: numbers of the device files of instances, by the driver
+MIG_MINORS = "/proc/driver/nvidia-caps/mig-minors"
+
 
 class _Known(msgspec.Struct):
-    """The file: UUIDs of instances in this boot. Instances do not outlive it."""
+    """The file: the instances in this boot. They do not outlive it."""
 
     boot_id: str
-    uuids: list[tuple[MigSlice, str]]
+    instances: list[tuple[MigSlice, Instance]]
 
 
 class NvmlPartitions:
     """See partitions.Partitions."""
 
     def __init__(self, watch: GpuWatch, path: Path, boot_id: str, mps_pipe: str = "") -> None:
-        """Remember UUIDs in `path`, for an agent that starts what another one has prepared."""
+        """Remember instances in `path`, for an agent that starts what another one has prepared."""
         self._watch = watch
         self._path = path
         self._boot_id = boot_id
         self._mps_pipe = mps_pipe
-        self._uuids: dict[MigSlice, str] = {}
+        self._instances: dict[MigSlice, Instance] = {}
         #: GPUs by UUID that are in MIG mode, as far as it is known
         self._on: dict[str, bool] = {}
         with contextlib.suppress(OSError, msgspec.DecodeError):
             known = msgspec.json.decode(path.read_bytes(), type=_Known)
             if known.boot_id == boot_id:
-                self._uuids = dict(known.uuids)
+                self._instances = dict(known.instances)
 
     async def arrange(self, ranks: Iterable[DesiredRank]) -> Change:
         """Make and unmake, one GPU after the other. Raises OSError, with what of it was done already done: the next try goes on from there."""
@@ -70,19 +73,32 @@ class NvmlPartitions:
 
     def uuid_of(self, one: MigSlice) -> str:
         """Return the UUID of an instance, "" when it is not there."""
-        return self._uuids.get(one, "")
+        there = self._instances.get(one)
+        return there.uuid if there is not None else ""
+
+    def closed(self, rank: DesiredRank) -> tuple[tuple[int, int], ...]:
+        """Return the device files, as (major, minor), that a rank is not to open: those of other GPUs, and of other instances on its own."""
+        minors = self._watch.minors()
+        slices = rank.share.mig if rank.share is not None else ()
+        mine: dict[int, set[int]] = {}
+        for one in slices:
+            there = self._instances.get(one)
+            if there is not None and one.gpu in minors:
+                mine.setdefault(minors[one.gpu], set()).add(there.gi)
+        others = deviceaccess.others(minors, (*rank.gpus, *(one.gpu for one in slices)))
+        return others + deviceaccess.instances(_read(MIG_MINORS), _read("/proc/devices"), mine) if mine else others
 
     async def _look(self, index: int, ask: Partition) -> dict[MigSlice, str]:
         """Ask, and keep what is there then."""
         there: tuple[Instance, ...] = await self._watch.backend.partition(ask)
         if ask.mig is not None:
             self._on[ask.uuid] = ask.mig
-        found = {MigSlice(index, i.start, i.size, i.profile): i.uuid for i in there}
-        before = dict(self._uuids)
-        self._uuids = {one: uuid for one, uuid in self._uuids.items() if one.gpu != index} | {one: uuid for one, uuid in found.items() if uuid}
-        if self._uuids != before:
+        found = {MigSlice(index, i.start, i.size, i.profile): i for i in there}
+        before = dict(self._instances)
+        self._instances = {one: i for one, i in before.items() if one.gpu != index} | {one: i for one, i in found.items() if i.uuid}
+        if self._instances != before:
             self._save()
-        return found
+        return {one: i.uuid for one, i in found.items()}
 
     def _is_on(self, uuid: str) -> bool:
         """Whether a GPU is, or may be, in MIG mode."""
@@ -104,8 +120,15 @@ class NvmlPartitions:
     def _save(self) -> None:
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):  # then a new agent prepares anew
-            new.write_bytes(msgspec.json.encode(_Known(self._boot_id, list(self._uuids.items()))))
+            new.write_bytes(msgspec.json.encode(_Known(self._boot_id, list(self._instances.items()))))
             new.replace(self._path)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _has(rank: DesiredRank, index: int) -> bool:

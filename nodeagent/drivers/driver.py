@@ -20,6 +20,11 @@ from gangline.nodeagent.nodefile import NodeRules
 from gangline.nodeagent.storage import Mounted
 
 
+def nothing_closed(rank: DesiredRank) -> tuple[tuple[int, int], ...]:
+    """Of a node whose GPUs have no device files."""
+    return ()
+
+
 class Site(msgspec.Struct, frozen=True):
     """The node, as far as running ranks is concerned."""
 
@@ -32,8 +37,8 @@ class Site(msgspec.Struct, frozen=True):
     simulated: bool
     #: what every process of the node gets
     base_environment: dict[str, str] = {}
-    #: N of /dev/nvidiaN by index of the GPU, as it is now; none where GPUs have no device files
-    minors: Callable[[], dict[int, int]] = dict
+    #: device files, as (major, minor), of what a rank does not have of the GPUs; none where they have no device files
+    closed: Callable[[DesiredRank], tuple[tuple[int, int], ...]] = nothing_closed
 
     @property
     def base(self) -> str:

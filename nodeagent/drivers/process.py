@@ -12,7 +12,7 @@ import msgspec
 
 from gangline.core.model.documents import DesiredRank
 from gangline.core.model.spec import JobSpec
-from gangline.nodeagent import boxed, deviceaccess
+from gangline.nodeagent import boxed
 from gangline.nodeagent.adoption import RankStatus
 from gangline.nodeagent.cgroups import Limits
 from gangline.nodeagent.drivers.driver import Ready, Site, look_at_storage, rank_name
@@ -38,7 +38,7 @@ class ProcessDriver:
     def box(self, launch: Launch, spec: JobSpec, rank: DesiredRank, ready: Ready) -> Launch:
         """Put a box around it, where there is something to put in."""
         site = self._site
-        denied = deviceaccess.others(site.minors(), rank.gpus) if site.rules.ranks.devices else ()
+        denied = site.closed(rank) if site.rules.ranks.devices else ()
         limits = msgspec.structs.replace(limits_of(spec, rank, site.rules), denied=denied)
         name = rank_name(launch.job, launch.generation, launch.rank)
         groups = groups_of(site.layout, site.base, name, limits, site.rules)

@@ -71,6 +71,21 @@ async def test_made_verified_and_unmade(stub: Any, watch: GpuWatch, partitions: 
     assert (on_card(stub), stub.gpus[0].mig_on) == (set(), 0)
 
 
+async def test_what_is_closed_to_a_rank(stub: Any, watch: GpuWatch, partitions: NvmlPartitions, tmp_path: Path, monkeypatch: Any) -> None:
+    assert partitions.closed(rank(0, gpu=1)) == ((195, 0),)
+    assert partitions.closed(rank(0, gpu=0, share=GpuShare(500))) == ((195, 1),)
+    await partitions.arrange([rank(0, SMALL), rank(1, LARGE)])
+    number = {bytes(i.uuid).decode(): i.id for i in stub.gpus[0].instances if i.used}
+    small, large = number[partitions.uuid_of(SMALL)], number[partitions.uuid_of(LARGE)]
+    minors = tmp_path / "mig-minors"
+    minors.write_text(f"config 1\ngpu0/gi{small}/access 30\ngpu0/gi{large}/access 40\ngpu1/gi{large}/access 50\n")
+    monkeypatch.setattr("gangline.nodeagent.nvmlpartitions.MIG_MINORS", str(minors))
+    major = next(int(line.split()[0]) for line in Path("/proc/devices").read_text().splitlines() if line.split()[1:] == ["mem"])
+    monkeypatch.setattr("gangline.nodeagent.deviceaccess.CAPABILITIES", "mem")
+    assert partitions.closed(rank(0, SMALL)) == ((195, 1), (major, 1), (major, 40))
+    assert partitions.closed(rank(1, LARGE)) == ((195, 1), (major, 1), (major, 30))
+
+
 async def test_every_place_that_the_scheduler_can_decide_is_one_of_the_driver(stub: Any, partitions: NvmlPartitions) -> None:
     """Fill a GPU with each profile, at the starts that the scheduler would choose."""
     layout = MIG_LAYOUTS["H100"]

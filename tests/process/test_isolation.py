@@ -79,10 +79,9 @@ def python(code: str) -> tuple[str, ...]:
 @pytest.mark.skipif(not cgroups.guarding(LAYOUT).devices, reason="this kernel does not let us keep devices from a group")
 async def test_gpus_of_others_cannot_be_opened(bench: BoxBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/zero and /dev/full stand for two GPUs, of which the rank has the first."""
-    monkeypatch.setattr("gangline.nodeagent.deviceaccess.NVIDIA_MAJOR", 1)
     code = "import os\nfor d in ('zero', 'full', 'null'):\n try: os.open('/dev/' + d, 2); print(d)\n except PermissionError: print('no', d)"
     driver = bench.driver(NodeRules())
-    site = Site(NodeRules(), LAYOUT, bench.identity, bench.root, False, minors=lambda: {0: 5, 1: 7})
+    site = Site(NodeRules(), LAYOUT, bench.identity, bench.root, False, closed=lambda rank: ((1, 7),))
     monkeypatch.setattr(driver, "_site", site)
     monkeypatch.setattr(bench, "driver", lambda rules: driver)
     launch = await bench.box(JobSpec(command=python(code)), gpu=0)
