@@ -24,8 +24,8 @@ from typing import Any, NoReturn, TextIO
 import click
 import msgspec
 
+from gangline.chaos import containers, replaying, training, verdict
 from gangline.chaos import faults as f
-from gangline.chaos import replaying, training, verdict
 from gangline.chaos.injector import Injection, InjectionFailed, Injector
 from gangline.chaos.local import OnLocalCluster
 from gangline.chaos.lookout import Lookout, WaitedInVain
@@ -37,8 +37,10 @@ from gangline.core.client.api import ApiError, Unreachable, new_key
 from gangline.core.client.localcluster import ClusterError, LocalCluster
 from gangline.core.model.codec import BadFrame
 from gangline.core.model.jobfile import parse_yaml, to_json
+from gangline.core.model.problems import BadJob
 from gangline.core.model.spec import Checkpoint
 from gangline.core.store.api import StoreError
+from gangline.nodeagent import nodefile
 
 CLUSTER = "demo"
 NODES, GPUS, SCHEDULERS = 4, 8, 2
@@ -55,8 +57,9 @@ WINDOW = range(5, 13)
 class Demo:
     """One run. `run` does it all; afterwards its fields hold what was seen."""
 
-    def __init__(self, cluster: LocalCluster, screen: Screen, steps: int, backend: str) -> None:
+    def __init__(self, cluster: LocalCluster, screen: Screen, steps: int, backend: str, driver: str = "process") -> None:
         self.steps_wanted = steps
+        self.driver = driver
         self.backend = backend
         self.screen = screen
         self.cluster = cluster
@@ -88,7 +91,7 @@ class Demo:
     # ------------------------------------------------------------ the acts
 
     def _submit(self) -> None:
-        answer = self.see.client.submit(_job(self.checkpoints, self.steps_wanted, self.backend), new_key()).body
+        answer = self.see.client.submit(_job(self.checkpoints, self.steps_wanted, self.backend, self.driver), new_key()).body
         self.see.job_id = answer["job"]
         self.screen.say(f"submitted {answer['name']} as {self.see.job_id}: 16 ranks on two nodes, {self.steps_wanted} steps")
         self.see.until(lambda: self.see.job.get("state") == "running" and bool(self.see.steps), 120.0, "the gang to train")
@@ -276,7 +279,7 @@ class Demo:
 _MARKS: Mapping[type[f.Fault], str] = {f.KillRank: "R", f.KillNode: "N", f.KillLeader: "L"}
 
 
-def _job(checkpoints: Path, steps: int, backend: str) -> dict[str, Any]:
+def _job(checkpoints: Path, steps: int, backend: str, driver: str) -> dict[str, Any]:
     """Return the job of the example, with this run's options."""
     spec = parse_yaml((EXAMPLE / "job.yaml").read_bytes(), "job.yaml")[0]
     command = (
@@ -284,7 +287,7 @@ def _job(checkpoints: Path, steps: int, backend: str) -> dict[str, Any]:
         "--checkpoint-every", str(CHECKPOINT_EVERY), "--step-time-ms", str(STEP_TIME_MS),
     )  # fmt: skip
     spec = msgspec.structs.replace(spec, command=command, checkpoint=Checkpoint(path=str(checkpoints), interval_s=1.0))
-    return to_json(spec)
+    return to_json(spec if driver == "process" else containers.contained(spec, EXAMPLE.parents[1]))
 
 
 # ---------------------------------------------------------------- the command
@@ -294,20 +297,32 @@ def _job(checkpoints: Path, steps: int, backend: str) -> dict[str, Any]:
 @click.option("--state-dir", default=".gangline/demo", type=click.Path(path_type=Path), help="Where all is kept; emptied first.")
 @click.option("--steps", default=480, type=click.IntRange(300, 100_000), help="Steps of training; the job must last until the leader is killed.")
 @click.option("--backend", default="auto", type=click.Choice(["auto", "gloo", "ring"]), help="How gradients are summed; gloo needs torch.")
+@click.option("--driver", default="process", type=click.Choice(["process", "podman"]), help="Whether ranks are processes or containers.")
+@click.option("--node-config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The nodes' file, see docs/nodes.md.")
 @click.option("--keep", is_flag=True, help="Keep the state directory, with its logs, after a success too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON on standard output.")
-def main(state_dir: Path, steps: int, backend: str, keep: bool, as_json: bool) -> NoReturn:
+def main(state_dir: Path, steps: int, backend: str, driver: str, node_config: Path | None, keep: bool, as_json: bool) -> NoReturn:
     """Train on a small cluster while a rank, a node and the leading scheduler are killed, and check that nothing was lost."""
     screen = Screen(sys.stderr if as_json else sys.stdout)
     missing = [name for name in ("numpy", "sklearn") if importlib.util.find_spec(name) is None]
     if missing or not EXAMPLE.is_dir():
         needs = f"{' and '.join(missing)}: pip install 'gangline[examples]'" if missing else f"a source tree: there is no {EXAMPLE}"
         raise click.ClickException(f"the demo needs {needs}")
+    try:
+        rules = nodefile.load(node_config)
+        if driver == "podman":
+            containers.make_image(rules)
+    except (containers.NoContainers, BadJob) as e:
+        raise click.ClickException(f"no containers: {e}") from None
+    options = {"config": str(node_config.resolve())} if node_config is not None else {}
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
         with _alone(state_dir):
-            demo = _run(LocalCluster(_emptied(state_dir), NODES, GPUS, SCHEDULERS, cluster=CLUSTER), screen, steps, backend)
+            cluster = LocalCluster(_emptied(state_dir), NODES, GPUS, SCHEDULERS, cluster=CLUSTER, agent_options=options)
+            demo = _run(cluster, screen, steps, backend, driver)
+            if driver == "podman":
+                containers.remove_left(rules, cluster.state_dir)
     except KeyboardInterrupt:
         screen.say(f"interrupted; all processes were ended, logs are in {state_dir}")
         sys.exit(130)
@@ -321,9 +336,9 @@ def main(state_dir: Path, steps: int, backend: str, keep: bool, as_json: bool) -
     sys.exit(0 if demo.ok else 1)
 
 
-def _run(cluster: LocalCluster, screen: Screen, steps: int, backend: str) -> Demo:
+def _run(cluster: LocalCluster, screen: Screen, steps: int, backend: str, driver: str) -> Demo:
     """Run the demo on the cluster, end the cluster whatever happens, and print the report."""
-    demo = Demo(cluster, screen, steps, backend)
+    demo = Demo(cluster, screen, steps, backend, driver)
     try:
         demo.run()
     except (WaitedInVain, ClusterError, NoTarget, InjectionFailed, ApiError, Unreachable, BadFrame, StoreError) as e:

@@ -324,16 +324,20 @@ def memory_message(box: Box, whole: bool) -> str:
 
 
 def container_end(box: Box) -> tuple[int, bool, bool, str] | None:
-    """Return (exit code, out of memory, has run, error) of the rank's container as its runtime has it; None when there is none."""
+    """Return (exit code, out of memory, has run, error) of the rank's container as its runtime has it; None when it does not know.
+
+    Of a container that was killed together with what stands beside it, a runtime says that it runs, with exit code 0.
+    """
     container = box["container"]
     if not container["name"]:
         return None
-    form = "{{.State.ExitCode}}|{{.State.OOMKilled}}|{{.State.StartedAt}}|{{.State.Error}}"
+    form = "{{.State.Status}}|{{.State.ExitCode}}|{{.State.OOMKilled}}|{{.State.StartedAt}}|{{.State.Error}}"
     said = _run([*container["program"], "inspect", "--format", form, container["name"]])[1]
-    code, _, rest = said.partition("|")
+    state, _, rest = said.partition("|")
+    code, _, rest = rest.partition("|")
     killed, _, rest = rest.partition("|")
     started, _, error = rest.partition("|")
-    if not code.strip().lstrip("-").isdigit():
+    if state in ("running", "paused", "stopping") or not code.strip().lstrip("-").isdigit():
         return None
     return int(code), killed == "true", not started.startswith("0001-"), error.strip()
 

@@ -329,8 +329,9 @@ class Supervisor:
         if self.exec_r >= 0:
             self._on_exec()
         if self.container:
-            # What is left is the runtime's own, which tidies up.
-            self.kill_at = min(self.kill_at, time.monotonic() + CONTAINER_GRACE_S)
+            # What is left is the runtime's own, which tidies up; or the container, if somebody has killed the runtime's program.
+            grace_s = CONTAINER_GRACE_S if how == os.CLD_EXITED else 0.0
+            self.kill_at = min(self.kill_at, time.monotonic() + grace_s)
             return
         _signal_group(self.pid, _SIGTERM)
         self.kill_at = min(self.kill_at, time.monotonic() + STRAY_GRACE_S)

@@ -13,8 +13,8 @@ import pytest
 
 from gangline.nodeagent.nodefile import ContainerRules
 
-IMAGE = "localhost/gangline-test:1"
-_APPLETS = ("sh", "cat", "sleep", "echo", "id", "touch", "env", "df", "tail", "pwd", "ls", "kill", "hostname", "true", "head", "dd", "nc")
+IMAGE = "localhost/gangline-test:2"
+_APPLETS = ("sh", "cat", "sleep", "echo", "id", "touch", "env", "df", "tail", "pwd", "ls", "kill", "hostname", "true", "head", "dd", "stat")
 
 PODMAN = shutil.which("podman") or ""
 BUSYBOX = shutil.which("busybox") or ""

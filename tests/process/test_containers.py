@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,19 @@ async def test_a_container_without_its_supervisor_is_buried(bench: ContainerBenc
     assert bench.left() == []
 
 
+async def test_a_container_whose_program_is_killed_is_not_left_running_and_has_not_succeeded(bench: ContainerBench) -> None:
+    await bench.box("sh", "-c", "echo up; while true; do touch alive; sleep 0.05; done")
+    status = await bench.up()
+    os.kill(status.pid, signal.SIGKILL)
+    end = await bench.ended()
+    assert (end.exit_code, end.cause) == (-signal.SIGKILL, "")
+    assert bench.left() == []
+    alive = bench.root / "work/j@0/alive"
+    alive.unlink(missing_ok=True)
+    await asyncio.sleep(0.2)
+    assert not alive.exists()
+
+
 async def test_a_command_inside(bench: ContainerBench) -> None:
     spec = JobSpec(command=("sh",), image=containers.IMAGE)
     await bench.box("sh", "-c", "echo up; sleep 60", env={"RANK": "0"})
@@ -214,6 +228,21 @@ async def test_a_command_inside(bench: ContainerBench) -> None:
     process = await asyncio.create_subprocess_exec(*inside, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     assert (out.decode(), process.returncode) == (f"rank 0 in {bench.root}/work/j@0\n", 4)
+
+
+async def test_the_demos_containers_have_this_machines_python(bench: ContainerBench) -> None:
+    from gangline.chaos import containers as demo
+
+    rules = NodeRules(containers=containers.rules())
+    demo.make_image(rules)
+    tree = Path(__file__).resolve().parents[2]
+    spec = demo.contained(JobSpec(command=("true",)), tree)
+    mounts = [f"--mount=type=bind,source={m.source},target={m.target},readonly" for m in spec.mounts]
+    code = "import gangline.rank, os; print(sorted(os.listdir('/')), os.getpid() < 9)"
+    ran = containers.podman("run", "--rm", "--network", "host", *rules.containers.run_flags, *mounts, spec.image, sys.executable, "-c", code)
+    assert ran.returncode == 0, ran.stderr
+    assert b"True" in ran.stdout
+    assert all(m.read_only for m in spec.mounts)
 
 
 # ---------------------------------------------------------------- images
