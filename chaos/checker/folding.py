@@ -7,6 +7,7 @@ from typing import Any
 
 import msgpack
 
+from gangline.chaos.checker.accounts import wrong_accounts, wrong_in
 from gangline.chaos.checker.evidence import Entry
 from gangline.chaos.checker.report import Cite, Report
 from gangline.core.model.codec import digest
@@ -53,6 +54,9 @@ class Folding:
                 return
         seal(state, frame.index, frame.digest)
         self._report.checked["S3"] += 1
+        for wrong in wrong_in(state):
+            what = f"the state after entry {frame.index} does not add up: {wrong}"
+            self._report.add("S3", what, Cite(frame.index, frame.at_ms, frame.events[0] if frame.events else None))
         if frame.index in self._snapshots:
             self._compare(state, self._snapshots[frame.index])
         if frame.index in self._replicas:
@@ -63,6 +67,8 @@ class Folding:
         state, report = self.state, self._report
         if state is None:
             return
+        for wrong in wrong_accounts(state):
+            report.add("S3", f"the state at the end does not add up: {wrong}", Cite(state.index))
         for index, replicas in self._replicas.items():
             for name, _ in replicas:
                 report.gap("S3", f"replica {name}, which is at entry {index}, and these entries end at {state.index}")
