@@ -28,7 +28,7 @@ _ROUNDS = 64
 
 _DECIDED = (
     ev.ElementsQueued, ev.GangPlaced, ev.GangsDeferred, ev.GangReserved, ev.GangReleased, ev.GangRestarting, ev.RankRestarting,
-    ev.GangPreempting, ev.GangResizing, ev.GangRequeued, ev.GangFinished, ev.ReservationBegun,
+    ev.GangPreempting, ev.GangResizing, ev.GangRequeued, ev.GangFinished, ev.ReservationBegun, ev.RankSlow, ev.HealthChanged,
 )  # fmt: skip
 
 
@@ -175,6 +175,11 @@ class _Cycle:
     def _rest(self) -> None:
         while self._at < len(self._events):
             self._apply()
+
+
+def _is_decided(event: ev.LogEvent) -> bool:
+    """Whether the policy has said it, and not somebody (`by`)."""
+    return isinstance(event, _DECIDED) and not getattr(event, "by", "")
 
 
 def _as_it_stands(state: State, now_ms: int) -> list[ev.LogEvent]:

@@ -19,6 +19,7 @@ _OF_JOBS = (
     ev.JobSubmitted, ev.JobStopRequested, ev.JobHeld, ev.JobReleased, ev.ElementsQueued, ev.GangPlaced, ev.GangReserved, ev.GangReleased,
     ev.GangRestarting, ev.RankRestarting, ev.GangPreempting, ev.GangResizing, ev.GangRequeued, ev.GangFinished, ev.NodePrepared,
     ev.PrepareFailed, ev.RanksStarted, ev.RanksExited, ev.PartReleased, ev.ProgressReported, ev.CheckpointReported, ev.StopAcknowledged,
+    ev.RankSlow,
 )  # fmt: skip
 
 

@@ -49,6 +49,8 @@ def moved(event: ev.LogEvent) -> ev.LogEvent:
             return _replace(event, until_ms=_time(event.until_ms), message="")
         case ev.GangPlaced():
             return _replace(event, reason="")
+        case ev.HealthChanged():
+            return _replace(event, until_ms=_time(event.until_ms), message="")
         case ev.GangsDeferred() | ev.GangFinished() | ev.RankRestarting():
             return _replace(event, message="")
     return event
