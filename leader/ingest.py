@@ -84,7 +84,7 @@ def observed(state: State, doc: Observed, now_ms: int) -> list[ev.LogEvent]:
         if part is None or not job.active or job.state == "restarting":
             continue
         if gang is not None:
-            out.extend(_gang(job, part, doc.node, gang, now_ms))
+            out.extend(_gang(job, part, doc, gang, now_ms))
         elif lost := tuple(_forgotten(n, r, now_ms) for n, r in part.ranks.items() if r.started and not r.exited):
             out.append(ev.RanksExited(job=job_id, node=doc.node, exits=lost))
     return out
@@ -112,8 +112,8 @@ def _holders(node: Node, uuid: str) -> tuple[str, ...]:
     return tuple(job for job, held in node.holdings.items() if index in held.gpus or any(use.gpu == index for use in held.shares))
 
 
-def _gang(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -> Iterator[ev.LogEvent]:
-    current = gang.generation == job.generation
+def _gang(job: Job, part: Part, doc: Observed, gang: ObservedGang, now_ms: int) -> Iterator[ev.LogEvent]:
+    node, current = doc.node, gang.generation == job.generation
     if current and job.state in ("placed", "preparing", "running") and not part.failed:
         if gang.phase == "prepared" and len(job.parts) > 1 and not part.prepared:
             yield ev.NodePrepared(job=job.id, generation=job.generation, node=node, address=gang.address, port=gang.port)
@@ -123,7 +123,7 @@ def _gang(job: Job, part: Part, node: str, gang: ObservedGang, now_ms: int) -> I
     started = tuple(r.rank for r in ranks if r.state in ("running", "stopping") and not part.ranks[r.rank].started)
     if started:
         yield ev.RanksStarted(job=job.id, generation=job.generation, node=node, ranks=started)
-    exits = tuple(_exit(r) for r in ranks if r.state == "exited" and not part.ranks[r.rank].exited)
+    exits = tuple(_exit(r, doc, now_ms) for r in ranks if r.state == "exited" and not part.ranks[r.rank].exited)
     if exits:
         yield ev.RanksExited(job=job.id, node=node, exits=exits)
     if current:
@@ -146,5 +146,7 @@ def _forgotten(number: int, rank: Rank, now_ms: int) -> ev.RankExit:
     return ev.RankExit(rank=number, generation=rank.generation, code=-9, cause="lost", message=message, at_ms=now_ms)
 
 
-def _exit(r: ObservedRank) -> ev.RankExit:
-    return ev.RankExit(rank=r.rank, generation=r.generation, code=r.exit_code, cause=r.cause, message=r.message, at_ms=r.exited_at_ms)
+def _exit(r: ObservedRank, doc: Observed, now_ms: int) -> ev.RankExit:
+    """Clocks of nodes differ, and jump. How long ago a rank ended is the same by all of them, so its end is told in log time."""
+    at_ms = now_ms - max(0, doc.at_ms - r.exited_at_ms) if doc.at_ms and r.exited_at_ms else r.exited_at_ms
+    return ev.RankExit(rank=r.rank, generation=r.generation, code=r.exit_code, cause=r.cause, message=r.message, at_ms=at_ms)

@@ -223,7 +223,7 @@ class Agent:
         gangs = tuple(observed_gang(have, desired.get(job)) for job, have in sorted(self._gangs.local.gangs.items()))
         return Observed(
             node=self._node.name, identity=self._state.identity(), boot_id=self._node.boot_id, sequence=0,
-            desired_index=self._desired.index, epoch=self._desired.epoch, gangs=gangs,
+            desired_index=self._desired.index, epoch=self._desired.epoch, gangs=gangs, at_ms=time.time_ns() // 1_000_000,
             gpus=self._gpu_watch.reports if self._gpu_watch is not None else (), driver=self._gpu_watch.driver if self._gpu_watch else None,
         )  # fmt: skip
 

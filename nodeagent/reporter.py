@@ -102,7 +102,7 @@ class Reporter:
                 return
 
     def _differs(self, document: Observed) -> bool:
-        return self._last is None or msgspec.structs.replace(document, sequence=self._last.sequence) != self._last
+        return self._last is None or msgspec.structs.replace(document, sequence=self._last.sequence, at_ms=self._last.at_ms) != self._last
 
     async def _write(self, document: Observed) -> None:
         document = msgspec.structs.replace(document, sequence=self._sequence + 1)

@@ -1,8 +1,9 @@
-"""A log as it would have been with other clocks: all of log time moved, and the clock of each node moved by something else. Pure."""
+"""A log as it would have been with another clock: all of its times moved by the same. Pure.
+
+Clocks of nodes are not in the log: what nodes say of times is turned into log time when it is taken in (leader/ingest.py).
+"""
 
 from __future__ import annotations
-
-from zlib import crc32
 
 import msgspec
 
@@ -11,8 +12,6 @@ from gangline.core.model.spec import JobSpec
 
 #: log time is moved by so much: some years, and not a whole number of anything
 SHIFT_MS = 123_456_789_123
-#: wall clocks of nodes are off by up to so much, each by something else
-_NODES_MS = 7_200_000
 
 _replace = msgspec.structs.replace
 
@@ -23,8 +22,7 @@ def moved(event: ev.LogEvent) -> ev.LogEvent:
         case ev.JobSubmitted():
             return _replace(event, spec=_spec(event.spec))
         case ev.RanksExited():
-            by_ms = crc32(event.node.encode()) % (2 * _NODES_MS) - _NODES_MS
-            return _replace(event, exits=tuple(_replace(x, at_ms=x.at_ms + by_ms) for x in event.exits))
+            return _replace(event, exits=tuple(_replace(x, at_ms=_time(x.at_ms)) for x in event.exits))
         case ev.GangReserved():
             return _replace(event, start_ms=_time(event.start_ms), message="")
         case ev.GangRestarting():
@@ -49,8 +47,6 @@ def moved(event: ev.LogEvent) -> ev.LogEvent:
             return _replace(event, until_ms=_time(event.until_ms), message="")
         case ev.GangPlaced():
             return _replace(event, reason="")
-        case ev.HealthChanged():
-            return _replace(event, until_ms=_time(event.until_ms), message="")
         case ev.GangsDeferred() | ev.GangFinished() | ev.RankRestarting():
             return _replace(event, message="")
     return event

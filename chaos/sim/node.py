@@ -320,7 +320,7 @@ class SimNode:
         reg = self.registration()
         return Observed(
             node=self.name, identity=reg.identity, boot_id=reg.boot_id, sequence=0, desired_index=self.desired.index,
-            epoch=self.desired.epoch, gangs=gangs,
+            epoch=self.desired.epoch, gangs=gangs, at_ms=int(self.loop.time() * 1000),
         )  # fmt: skip
 
     def _changed(self) -> None:

@@ -287,4 +287,6 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     #: GPUs with something to report, by their index on the node; what only counts is written at most once in ten seconds
     gpus: tuple[GpuReport, ...] = ()
     driver: DriverReport | None = None
+    #: the clock of `exited_at_ms` when this was made: how long ago a rank ended is all that the leader takes from that clock. 0: not known
+    at_ms: int = 0
     version: int = VERSION

@@ -70,7 +70,10 @@ class PlacedPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankExit(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How one rank ended: `code` is an exit status or -N for signal N, `cause` as in documents.ObservedRank."""
+    """How one rank ended: `code` is an exit status or -N for signal N, `cause` as in documents.ObservedRank, `at_ms` log time.
+
+    Older entries have the wall clock of the node there.
+    """
 
     rank: int
     generation: int

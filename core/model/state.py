@@ -70,7 +70,7 @@ class Rank(msgspec.Struct, omit_defaults=True, gc=False):
     exit_code: int = 0
     cause: str = ""
     message: str = ""
-    #: by the node's clock, good for the order of ends on one node; and by log time
+    #: log time when it ended, as near as its node could tell; and when that was reported
     exited_at_ms: int = 0
     ended_ms: int = 0
 

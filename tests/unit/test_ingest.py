@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from gangline.core.model import events as ev
@@ -132,3 +133,14 @@ async def test_rubbish_in_the_place_of_a_registration_neither_keeps_a_dead_node_
     run.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await run
+
+
+@pytest.mark.parametrize("clock_ms", [0, 1_800_000_000_000, -5_000])
+def test_when_a_rank_ended_is_told_in_log_time_whatever_the_clock_of_its_node_says(state: State, clock_ms: int) -> None:
+    place(state, "n1", "n2")
+    fold(state, *(ev.RanksStarted(job="j", generation=1, node=f"n{r + 1}", ranks=(r,)) for r in (0, 1)))
+    ended = ObservedRank(0, 1, "exited", 1, exit_code=1, exited_at_ms=10_000_000 + clock_ms)
+    doc = msgspec.structs.replace(document(state, ObservedGang("j", 1, "running", (ended,))), at_ms=10_000_300 + clock_ms)
+    (event,) = ingest.observed(state, doc, 77_000)
+    assert isinstance(event, ev.RanksExited)
+    assert event.exits[0].at_ms == 76_700
