@@ -15,6 +15,9 @@ from typing import Any
 import click
 
 from gangline.benchmarks.cluster import cluster, job, wait
+from gangline.chaos.checker import examine
+from gangline.chaos.checker.history import History
+from gangline.chaos.checker.sources import gather
 from gangline.chaos.faults import FreezeNode, KillAgent, KillLeader, KillNode, KillRank
 from gangline.chaos.injector import Injector
 from gangline.chaos.local import OnLocalCluster
@@ -148,7 +151,7 @@ def _node_fault(b: Bench, fault: Callable[[str], Any]) -> float:
 
 
 def _failover(rounds: int) -> dict[str, Any]:
-    with _bench(2, 2) as b, _Submitter(b.cluster.urls) as submitter:
+    with _bench(2, 2) as b, tempfile.TemporaryDirectory() as folder, _Submitter(b.cluster, Path(folder)) as submitter:
         took = []
         for _ in range(rounds):
             wait(lambda: sum(_alive(b, s) for s in ("s1", "s2")) == 2 and bool(b.cluster.leader()), "two schedulers")
@@ -158,8 +161,8 @@ def _failover(rounds: int) -> dict[str, Any]:
             took.append(gang.executing(1) - hit.at_ms / 1000)
             b.injector.heal(hit)
             b.clear(gang)
-        lost = submitter.lost(b.client)
-    with _bench(2) as b, _Submitter(b.cluster.urls) as submitter:
+        lost = submitter.lost()
+    with _bench(2) as b, tempfile.TemporaryDirectory() as folder, _Submitter(b.cluster, Path(folder)) as submitter:
         restarts = []
         for _ in range(rounds):
             hit = b.injector.inject(KillLeader())
@@ -167,7 +170,7 @@ def _failover(rounds: int) -> dict[str, Any]:
             gang = b.submit(1)
             restarts.append(gang.executing(1) - hit.at_ms / 1000)
             b.clear(gang)
-        lost += submitter.lost(b.client)
+        lost += submitter.lost()
     return {"failover_s": statistics.median(took), "scheduler_restart_s": statistics.median(restarts), "acknowledged_lost": lost}
 
 
@@ -177,11 +180,13 @@ def _alive(b: Bench, name: str) -> bool:
 
 
 class _Submitter:
-    """Submits without a pause while schedulers die, and remembers what was acknowledged."""
+    """Submits without a pause while schedulers die, and writes down what it was told."""
 
-    def __init__(self, urls: list[str]) -> None:
-        self._client = Client(urls)
-        self._acknowledged: list[str] = []
+    def __init__(self, c: LocalCluster, folder: Path) -> None:
+        self._cluster = c
+        self._client = Client(c.urls)
+        self._path = folder / "history"
+        self._history = History(self._path)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work)
 
@@ -193,20 +198,20 @@ class _Submitter:
         self._stop.set()
         self._thread.join()
 
-    def lost(self, client: Client) -> int:
-        """Return how many acknowledged jobs nobody knows."""
+    def lost(self) -> int:
+        """Return how many submissions are not in the log as their client was told: acknowledged and lost, or there twice."""
         self.__exit__()
-        known = {row["id"] for row in client.jobs(1_000_000)[0]}
-        click.echo(f"{len(self._acknowledged)} jobs were acknowledged while schedulers died", err=True)
-        return sum(j not in known for j in self._acknowledged)
+        found = gather(str(self._cluster.state_dir), history=self._path)
+        report = examine(found.entries, client_history=found.client_history, decisions=False)
+        told = sum(o.outcome == "ok" for o in found.client_history or ())
+        click.echo(f"{told} jobs were acknowledged while schedulers died", err=True)
+        return sum(v.assertion == "S7" for v in report.violations) + report.more.get("S7", 0)
 
     def _work(self) -> None:
         spec = {"command": ["true"], "resources": {"gpus": 64, "cpus": 0.1}}
         while not self._stop.wait(0.005):
-            try:
-                self._acknowledged.append(self._client.submit(spec, new_key()).body["job"])
-            except Unreachable:
-                continue
+            with contextlib.suppress(Unreachable):
+                self._history.submit(self._client, spec, new_key())
 
 
 def _agent_restart(rounds: int) -> dict[str, Any]:

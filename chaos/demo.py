@@ -26,6 +26,9 @@ import msgspec
 
 from gangline.chaos import containers, replaying, training, verdict
 from gangline.chaos import faults as f
+from gangline.chaos.checker import examine
+from gangline.chaos.checker.report import TITLES
+from gangline.chaos.checker.sources import gather
 from gangline.chaos.injector import Injection, InjectionFailed, Injector
 from gangline.chaos.local import OnLocalCluster
 from gangline.chaos.lookout import Lookout, WaitedInVain
@@ -71,6 +74,8 @@ class Demo:
         self.recoveries: list[Recovery] = []
         self.accuracy: float | None = None
         self.replay: replaying.Replay | None = None
+        #: what the checker says of each of S1 to S16: violated, checked, partly checked, not checked
+        self.assertions: dict[str, str] = {}
 
     def run(self) -> None:
         """Do the whole of it. Raises WaitedInVain, ClusterError, NoTarget, InjectionFailed."""
@@ -156,7 +161,13 @@ class Demo:
         job = found.state.jobs.get(self.see.job_id)
         charged = len(job.failures_ms) if job is not None else -1
         live = ", ".join(f"{url} index {index} {digest[:12]}" for url, (index, digest) in found.live.items())
+        # What was still on its way when the nodes had become free is at rest by now.
+        evidence = gather(str(self.cluster.state_dir))
+        checked = examine(**evidence._asdict(), quiescent_after=time.time_ns() // 1_000_000)
+        self.assertions = {a: checked.status(a) for a in TITLES}
+        first = f": {checked.violations[0]}" if checked.violations else f", {checked.events} events in {checked.entries} entries"
         self._note([
+            Check("the log and the agents' records keep S1 to S16", checked.ok, f"{len(checked.violations)} violations{first}"),
             Check("replaying the log gives the state of every scheduler, byte for byte", found.agreed and len(found.live) == SCHEDULERS,
                   f"replay: index {found.state.index} {found.digest[:12]}, {found.size_bytes} bytes; {live}"),
             Check("the job was charged with the killed rank alone", charged == 1, f"{charged} of its restarts count"),
@@ -272,6 +283,7 @@ class Demo:
             "injections": [i.to_json() for i in self.injections],
             "recoveries": [r.to_json() for r in self.recoveries],
             "replay": replay and {"index": replay.state.index, "digest": replay.digest, "bytes": replay.size_bytes, "schedulers": replay.live},
+            "assertions": self.assertions,
             "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in self.checks],
         }  # fmt: skip
 

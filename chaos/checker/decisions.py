@@ -132,9 +132,12 @@ class _Cycle:
             state.scratch = Scratch()
             attend_to_all(state)
         else:
+            # A look that was due before, after an election, may have come to nothing before this entry.
+            due, state.scratch.queue_dirty = state.scratch.queue_dirty, False
             while self._at < len(self._events) and not _is_decided(self._events[self._at][1]):
                 self._apply()
             self._must_look = state.scratch.queue_dirty
+            state.scratch.queue_dirty |= due
             wake(state, self._now_ms)
             differs = self._decide()
             self._rest()
@@ -175,11 +178,6 @@ class _Cycle:
     def _rest(self) -> None:
         while self._at < len(self._events):
             self._apply()
-
-
-def _is_decided(event: ev.LogEvent) -> bool:
-    """Whether the policy has said it, and not somebody (`by`)."""
-    return isinstance(event, _DECIDED) and not getattr(event, "by", "")
 
 
 def _as_it_stands(state: State, now_ms: int) -> list[ev.LogEvent]:
