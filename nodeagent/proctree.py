@@ -27,6 +27,12 @@ def _parent(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[1])
 
 
+def state(pid: int) -> str:
+    """Return the letter of the state of a process, D for one that waits and cannot be interrupted; "" when it is gone."""
+    data = rankfile.read_stat(pid)
+    return data[data.rindex(b")") + 2 :].split(None, 1)[0].decode() if data else ""
+
+
 def descendants(root: int) -> list[int]:
     """Return the live processes under `root`, parents first."""
     children: dict[int, list[int]] = {}

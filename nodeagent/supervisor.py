@@ -36,8 +36,10 @@ STRAY_GRACE_S = 2.0
 #: a tree that does not want to die is looked at again after this time, then after twice that, and so on up to a second
 _KILL_AGAIN_S = 0.05
 _PUBLISH_AGAIN_S = 1.0
-#: the same for what a container runtime has still to do after a container
+#: from the end of the runtime's program until what a container runtime has still to do is killed
 CONTAINER_GRACE_S = 15.0
+#: from the first SIGKILL until it is said that something does not die
+UNKILLABLE_S = 10.0
 _READ_BYTES = 1 << 18
 _DRAIN_BYTES_MAX = 1 << 21
 _NEVER = float("inf")
@@ -129,6 +131,9 @@ class Supervisor:
         self.early_signals: list[int] = []
         self.kill_at = _NEVER
         self.kill_pause_s = _KILL_AGAIN_S
+        #: since when it is being killed; it has been said that that does not help
+        self.killing_since = _NEVER
+        self.said_unkillable = False
         #: when to write the status again that could not be written
         self.publish_at = _NEVER
         self.control_offset = 0
@@ -399,9 +404,22 @@ class Supervisor:
 
             boxed.kill_groups(self.box)
         proctree.signal_below(os.getpid(), _SIGKILL)
-        self.kill_at = time.monotonic() + self.kill_pause_s
+        now = time.monotonic()
+        self.kill_at = now + self.kill_pause_s
         self.kill_pause_s = min(1.0, self.kill_pause_s * 2)
         self._reap()
+        self.killing_since = min(self.killing_since, now)
+        if not self.gone and not self.said_unkillable and now > self.killing_since + UNKILLABLE_S:
+            self._say_unkillable()
+
+    def _say_unkillable(self) -> None:
+        """Tell that something does not die: most often it waits for a device or a file server. Its devices stay held."""
+        self.said_unkillable = True
+        left = [f"{pid} (state {proctree.state(pid)})" for pid in proctree.descendants(os.getpid())[:5]]
+        message = f"SIGKILL has not ended it in {UNKILLABLE_S:.0f} s: process {', '.join(left)}"
+        self.status.update(state="stopping", message=f"{self.status['message']}; {message}".removeprefix("; ")[: rankfile.MESSAGE_CHARS_MAX])
+        self.log.write(f"[gangline: {message}]\n".encode())
+        self._publish()
 
     # The dead man's switch.
 

@@ -172,6 +172,33 @@ async def test_a_rank_without_its_supervisor_is_buried_with_its_group(bench: Box
     assert groups_left(bench) == []
 
 
+async def test_52_what_does_not_die_is_said_and_holds_its_devices(bench: BoxBench) -> None:
+    """A frozen process stands for one that waits for a dead device: SIGKILL changes nothing before it is thawed."""
+    freezer = Path("/sys/fs/cgroup/freezer")
+    if not (freezer / "cgroup.procs").exists():
+        pytest.skip("no v1 freezer here")
+    group = freezer / f"gangline-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        await bench.start("sleep", "60", locks=("locks/gpu-0",))
+        status = await bench.wait("running")
+        (group / "cgroup.procs").write_text(str(status.pid))
+        (group / "freezer.state").write_text("FROZEN")
+        bench.command("stop 0 9 stopped enough")
+        await bench.until(lambda: (s := bench.status()) is not None and "SIGKILL has not ended it" in s.message, 40.0)
+        assert bench.state() == "stopping"
+        assert f"process {status.pid} (state " in (bench.status() or status).message
+        await bench.start("true", rank=1, locks=("locks/gpu-0",))
+        assert "still held" in (await bench.wait("exited", rank=1)).message
+        (group / "freezer.state").write_text("THAWED")
+        end = await bench.wait("exited")
+        assert (end.exit_code, end.cause) == (-signal.SIGKILL, "stopped")
+    finally:
+        (group / "freezer.state").write_text("THAWED")
+        await bench.until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
 async def test_a_group_that_cannot_be_made_is_a_reason(bench: BoxBench) -> None:
     spec = JobSpec(command=("true",), resources=Resources(memory_mib=64))
     driver = ProcessDriver(Site(NodeRules(), cgroups.Layout(v1={"memory": "/proc/nowhere"}), "x", bench.root, True))
