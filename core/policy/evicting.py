@@ -29,8 +29,7 @@ _FAILED = Refusal("no_victims", "nobody may be evicted for it")
 def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer, hopeless: Hopeless) -> None:
     """Go through the waiting jobs; each gets its next chunk if victims are found for it.
 
-    Shapes that are hopeless as the pass begins are left out of the order. What changes that, somebody else's eviction in this pass, counts from
-    the next session on.
+    Shapes that are hopeless as the pass begins are left out of the order, until their own queue has lost something in this pass.
     """
     for hold in world.holds.of_gangs():
         world.lift(hold)
@@ -42,7 +41,10 @@ def run(world: World, placer: Placer, notes: Notes, action: Action, offer: Offer
         chunk = next_chunk(job)
         if not chunk:
             continue
+        mark = world.checkpoint()
         if _evict_for(world, placer, notes, action, offer, job, chunk):
+            for loser in dict.fromkeys(rank.job.queue for rank in world.changes(mark) if rank.state is RankState.EVICTED):
+                order.take_in(loser)
             continue
         if signature is not None and not _passed_over(world, notes, job):
             if apart and world.holds.closed_to(job):
@@ -76,8 +78,11 @@ def _evict_for(world: World, placer: Placer, notes: Notes, action: Action, offer
     moves_count = world.options.no_thrash and action != "consolidate"
     anywhere = not kept and not job.queue.models and fits(world, placer, job, chunk)
     if anywhere and closed(world, job, chunk) is None:
-        world.rollback(mark)
-        return False  # those who were evicted before in this pass have left room for it, too: the next session gives it that
+        # Those who were evicted before in this pass leave room for it, too.
+        placer.place(job, chunk, reserve_only=True)
+        for hold in admitting:
+            world.cover(hold)
+        return True
     if not VictimSearch(world, placer, job, victims_in_order(world, jobs, protected), validate, moves_count, anywhere).run(chunk):
         world.rollback(mark)
         return False

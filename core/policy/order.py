@@ -103,6 +103,8 @@ class JobOrder:
         self._dead: dict[Signature | tuple[Queue, Signature], Refusal] = {}
         #: jobs that were passed over because others that are placed alike had failed, with the reason
         self.skipped: list[tuple[Tail, Refusal]] = []
+        #: the groups that were left out, until `take_in`
+        self.left_out: dict[Queue, list[tuple[Signature, Group]]] = {}
         #: the groups that were added
         self.groups: list[tuple[Queue, Signature, Group]] = []
 
@@ -115,6 +117,12 @@ class JobOrder:
         entries = group.entries
         self.groups.append((queue, signature, group))
         self._push(queue, entries[0][0], _Entry(entries[0][1], vector, signature, entries, of=group))
+
+    def take_in(self, queue: Queue) -> None:
+        """Add the groups of a queue that were left out."""
+        for signature, group in self.left_out.pop(queue, ()):
+            if group.entries:
+                self.push_group(queue, signature, group, group.vector(self._world.smallest_device_mib))
 
     def push_sorted(self, queue: Queue, group: Entries, sizes: Callable[[Job], Vector | None]) -> None:
         """Add many jobs of one queue, in their order; what each asks for is worked out when its turn comes."""
@@ -269,6 +277,7 @@ def waiting_order(world: World, growth: bool = False, passed_over: Callable[[Job
                 order.push_group(queue, signature, group, group.vector(smallest))
             else:
                 order.skipped.append((Tail(group, group.entries[0][0]), refusal))
+                order.left_out.setdefault(queue, []).append((signature, group))
     # Those that room is kept for are looked at one by one: from their turn on it is kept (holds.py).
     for name in world.holds.by_name:
         job = world.jobs.get(name)

@@ -37,6 +37,8 @@ Lost = tuple[Job, Vector, dict[str, int]]
 #: what would be lost, in victim order, and what the preemptor asks for → whether the pass agrees
 Validate = Callable[[list[Lost], Vector], bool]
 
+#: ranks of a gang from which on the search goes on in larger steps
+_LARGE = 32
 #: sets that are tried where only limits are in the way
 _MORE = 8
 
@@ -79,7 +81,8 @@ class VictimSearch:
                 step = 1
                 continue
             size += step
-            step = max(1, size // 8)
+            # Each step simulates all victims found so far, too: a large gang takes few steps.
+            step = max(1, size // 8) if size < _LARGE else size // 2
             if size < len(chunk):
                 self._world.rollback(mark)
                 recorded = found
