@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from gangline.core.model import events as ev
 from gangline.core.model.documents import GpuReport, Observed, ObservedGang, ObservedRank, Registration
 from gangline.core.model.foldhealth import as_reported
-from gangline.core.model.health import NODE, driver_symptom, symptoms, worth_noting
+from gangline.core.model.health import NODE, check_symptom, driver_symptom, symptoms, worth_noting
 from gangline.core.model.state import Job, Node, Part, Rank, State
 
 #: at most one progress event of a gang in this time
@@ -96,15 +96,18 @@ def _hardware(node: Node, doc: Observed, now_ms: int) -> Iterator[ev.LogEvent]:
         old = node.reports.get(uuid)
         # "stale" says nothing new of the GPU itself: the driver does not answer, which is told apart.
         if report.state != "stale" and worth_noting(old, report):
-            new = symptoms(old, report, _holders(node, uuid), now_ms)
-            yield ev.HealthReported(node=node.id, device=uuid, symptoms=tuple(new), report=report)
+            found = symptoms(old, report, _holders(node, uuid), now_ms)
+            yield ev.HealthReported(node=node.id, device=uuid, symptoms=tuple(found), report=report)
     for uuid in node.reports:
         if uuid not in reports and doc.driver is None and node.reports[uuid] != GpuReport(uuid=uuid):
             yield ev.HealthReported(node=node.id, device=uuid)
     ill = doc.driver if doc.driver is not None and doc.driver.state != "answers" else None
     known = node.driver
-    if (ill.state if ill else "") != (known.state if known else ""):
-        yield ev.HealthReported(node=node.id, device=NODE, symptoms=(driver_symptom(ill, now_ms),) if ill else (), driver=ill)
+    new = [driver_symptom(ill, now_ms)] if ill is not None and (known is None or ill.state != known.state) else []
+    before = {check.name: check.status for check in node.checks}
+    new += [check_symptom(check, now_ms) for check in doc.checks if before.get(check.name) != check.status]
+    if new or (ill is None) != (known is None) or before != {check.name: check.status for check in doc.checks}:
+        yield ev.HealthReported(node=node.id, device=NODE, symptoms=tuple(new), driver=ill, checks=doc.checks)
 
 
 def _holders(node: Node, uuid: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from gangline.core.store.api import StoreError
 from gangline.core.store.node import NodeStore
 from gangline.core.telemetry import Log, Telemetry
 from gangline.nodeagent import gpumetrics, logs
+from gangline.nodeagent.checks import Checks
 from gangline.nodeagent.execute import Execute
 from gangline.nodeagent.fence import Fence
 from gangline.nodeagent.gangs import Gangs, Node
@@ -85,6 +86,7 @@ class Agent:
         self._stopping = asyncio.Event()
         self._reporter = Reporter(store, self._document, lambda: barriers(self._desired), self._dirty, self._written, self._not_ours, log)
         self._specs = Specs(store.job_specs)
+        self._checks = Checks(node.rules.checks, {**node.base_environment, "GANGLINE_NODE": node.name}, self._dirty.set, log)
         self._gangs = Gangs(node, state, job_spec=self._job_spec, changed=self._changed, log=log)
         self._http = AgentHttp(state.root, telemetry, health=self.health, ended=self._rank_ended,
                                execute=Execute(node.name, settings.exec_key, self._gangs.inside, log))  # fmt: skip
@@ -113,6 +115,8 @@ class Agent:
         loops = [self._liveness.run, self._watch, self._reconcile, self._reporter.run, self._keep_schedulers, self._prune, self._sweep]
         if self._gpu_watch is not None:
             loops.append(self._gpu_watch.run)
+        if self._node.rules.checks:
+            loops.append(self._checks.run)
         try:
             await self._run_until_stopped(loops)
         finally:
@@ -225,6 +229,7 @@ class Agent:
             node=self._node.name, identity=self._state.identity(), boot_id=self._node.boot_id, sequence=0,
             desired_index=self._desired.index, epoch=self._desired.epoch, gangs=gangs, at_ms=time.time_ns() // 1_000_000,
             gpus=self._gpu_watch.reports if self._gpu_watch is not None else (), driver=self._gpu_watch.driver if self._gpu_watch else None,
+            checks=self._checks.reports,
         )  # fmt: skip
 
     def _gpus_changed(self, inventory: bool) -> None:

@@ -12,8 +12,23 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from gangline.core.model.fields import NAME, NAME_RULE, Fields, Reading, boolean, decode, one_of, read_mapping, read_text, section, size, whole
+from gangline.core.model.fields import (
+    NAME,
+    NAME_RULE,
+    Fields,
+    Reading,
+    boolean,
+    decode,
+    duration,
+    one_of,
+    read_mapping,
+    read_text,
+    section,
+    size,
+    whole,
+)
 from gangline.core.model.problems import BadJob, Problem, child_pointer, show
+from gangline.nodeagent.checks import Check
 
 MAX_BYTES: Final = 256 * 1024
 #: the words of `rlimits`; sizes are in bytes, cpu in seconds, as setrlimit has them
@@ -77,6 +92,8 @@ class NodeRules(msgspec.Struct, frozen=True):
     mount_paths: tuple[str, ...] = ("/",)
     #: a checkpoint directory with less free space is refused
     checkpoint_free_mib: int = 64
+    #: the site's own checks of the node
+    checks: tuple[Check, ...] = ()
 
 
 def load(path: Path | None) -> NodeRules:
@@ -171,6 +188,31 @@ def _volumes(reading: Reading, at: str, value: Any) -> dict[str, Volume] | None:
     return found
 
 
+def _checks(reading: Reading, at: str, value: Any) -> tuple[Check, ...] | None:
+    if type(value) is not dict:
+        reading.wrong(at, value, "a mapping of names to checks, as {disks: {command: [/usr/local/bin/check-disks], every: 60s}}")
+        return None
+    found = []
+    for name, item in value.items():
+        where = child_pointer(at, str(name))
+        if type(name) is not str or not NAME.fullmatch(name):
+            reading.refuse(where, "GL-1105", f"{show(name)} is not a name: {NAME_RULE}.", key=True)
+            continue
+        check = read_mapping(reading, where, item, _CHECK)
+        if check is not None and not check.get("command") and not item.get("command"):
+            reading.refuse(where, "GL-1103", "The check has no command: a list of texts, the first an absolute path.")
+        elif check is not None and check.get("command"):
+            if not check["command"][0].startswith("/"):
+                reading.refuse(f"{where}/command", "GL-1105", f"{show(check['command'][0])} is not an absolute path.")
+            found.append(Check(name, **check))
+    return tuple(found)
+
+
+_CHECK: Fields = {
+    "command": ("command", _texts),
+    "every": ("every_s", duration(1.0, 86_400.0)),
+    "timeout": ("timeout_s", duration(0.1, 3600.0)),
+}
 _RANKS: Fields = {
     "cgroups": ("cgroups", boolean),
     "memory": ("memory", boolean),
@@ -198,4 +240,5 @@ _NODE: Fields = {
     "volumes": ("volumes", _volumes),
     "mount_paths": ("mount_paths", _paths),
     "checkpoint_free": ("checkpoint_free_mib", size(1, 1 << 30)),
+    "checks": ("checks", _checks),
 }

@@ -129,7 +129,7 @@ def _now() -> float:
 
 def _without_steps(document: Observed) -> tuple[Any, ...]:
     gangs: tuple[ObservedGang, ...] = tuple(msgspec.structs.replace(g, step=-1, paces=()) for g in document.gangs)
-    return (document.desired_index, document.epoch, gangs, document.gpus, document.driver)
+    return (document.desired_index, document.epoch, gangs, document.gpus, document.driver, document.checks)
 
 
 def _phases(document: Observed, jobs: set[str]) -> list[tuple[str, int, str]]:
@@ -138,7 +138,8 @@ def _phases(document: Observed, jobs: set[str]) -> list[tuple[str, int, str]]:
 
 def _urgent(document: Observed) -> tuple[Any, ...]:
     """Return all but how far each gang's start and its training have come."""
-    return (document.desired_index, document.epoch, tuple(_urgent_gang(g) for g in document.gangs), document.gpus, document.driver)
+    gangs = tuple(_urgent_gang(g) for g in document.gangs)
+    return (document.desired_index, document.epoch, gangs, document.gpus, document.driver, document.checks)
 
 
 def _urgent_gang(gang: ObservedGang) -> tuple[ObservedGang, bool]:

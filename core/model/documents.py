@@ -273,6 +273,15 @@ class DriverReport(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     restarts: int = 0
 
 
+class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """What one of the site's own checks of a node says that is not well."""
+
+    name: str
+    #: "critical": the node gets nobody new until it is well; "warning": noted; "unknown": the check itself has failed, or took too long
+    status: Literal["warning", "critical", "unknown"]
+    message: str = ""
+
+
 class Observed(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The value of `nodes/<id>/observed`. `desired_index` and `epoch` say which desired document it has acted on."""
 
@@ -289,4 +298,6 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     driver: DriverReport | None = None
     #: the clock of `exited_at_ms` when this was made: how long ago a rank ended is all that the leader takes from that clock. 0: not known
     at_ms: int = 0
+    #: checks of the site that are not well, by name
+    checks: tuple[CheckReport, ...] = ()
     version: int = VERSION

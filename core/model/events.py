@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from gangline.core.model.documents import DriverReport, GpuReport, Registration
+from gangline.core.model.documents import CheckReport, DriverReport, GpuReport, Registration
 from gangline.core.model.gpushares import GpuShare
 from gangline.core.model.health import Action, HealthState, Symptom
 from gangline.core.model.queues import QueueSpec
@@ -434,6 +434,8 @@ class HealthReported(LogEvent, frozen=True, kw_only=True, gc=False):
     report: GpuReport | None = None
     #: of a node: how the driver of its GPUs is
     driver: DriverReport | None = None
+    #: of a node: the site's own checks that are not well
+    checks: tuple[CheckReport, ...] = ()
 
 
 @_event("rank_slow")

@@ -64,7 +64,7 @@ def reported(state: State, node: Node, e: ev.HealthReported) -> None:
     if e.symptoms:
         note(_ailment(node, e.device), list(e.symptoms))
     if e.device == NODE:
-        node.driver = e.driver
+        node.driver, node.checks = e.driver, e.checks
     elif e.report is None:
         node.reports.pop(e.device, None)
     else:

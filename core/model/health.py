@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from gangline.core.model.documents import DriverReport, GpuReport
+from gangline.core.model.documents import CheckReport, DriverReport, GpuReport
 from gangline.core.model.xids import NAMES_ITS_ACTION, Xid, xid
 
 HealthState = Literal["healthy", "suspect", "unhealthy", "quarantined", "repair", "burn_in"]
@@ -168,6 +168,20 @@ def driver_symptom(new: DriverReport, at_ms: int) -> Symptom:
     """Return what it means that the driver of a node's GPUs does not answer."""
     what = "does not answer" if new.state == "silent" else "has failed"
     return Symptom("driver", STRIKE // 2, at_ms, f"the driver of its GPUs {what}" + (f": {new.message}" if new.message else ""), "wait")
+
+
+def check_symptom(new: CheckReport, at_ms: int) -> Symptom:
+    """Return what it means that a check of the site is not well: a critical one holds the node until it is, a warning is half a strike."""
+    weight = STRIKE // 2 if new.status == "warning" else 0
+    said = f": {new.message}" if new.message else ""
+    return Symptom("check", weight, at_ms, f"check {new.name} is {new.status}{said}", "wait" if new.status == "critical" else "")
+
+
+def waits_for(driver: DriverReport | None, checks: tuple[CheckReport, ...]) -> str:
+    """Return what is not well with a node that will be well again by itself, in words; "" for nothing: until then nobody new gets it."""
+    if driver is not None and driver.state != "answers":
+        return driver_symptom(driver, 0).message
+    return next((check_symptom(check, 0).message for check in checks if check.status == "critical"), "")
 
 
 def worth_noting(old: GpuReport | None, new: GpuReport) -> bool:

@@ -285,7 +285,7 @@ def _device(node: str, device: str) -> str:
 
 def _health_reported(e: ev.HealthReported) -> str:
     if not e.symptoms:
-        well = e.report is None and (e.device or e.driver is None or e.driver.state == "answers")
+        well = e.report is None and (e.device or (e.driver is None and not e.checks))
         return f"{_device(e.node, e.device)} has {'nothing more' if well else 'something else'} to report"
     return f"{_device(e.node, e.device)}: {'; '.join(s.message for s in e.symptoms[:SHOWN])}"
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from gangline.core.model.documents import DriverReport, GpuReport, Registration, RestartNotice, StopNotice
+from gangline.core.model.documents import CheckReport, DriverReport, GpuReport, Registration, RestartNotice, StopNotice
 from gangline.core.model.events import Outcome, PlacedPart, ReservedPart, ResizeCause
 from gangline.core.model.gpushares import GpuShare, GpuUse, charged_milli
 from gangline.core.model.health import NODE, Ailment, Death
@@ -340,6 +340,7 @@ class Node(msgspec.Struct, omit_defaults=True, gc=False):
     #: last reports of GPUs that had something to report, by UUID, and of their driver
     reports: dict[str, GpuReport] = {}
     driver: DriverReport | None = None
+    checks: tuple[CheckReport, ...] = ()
     #: UUIDs of GPUs that its agent says cannot be used. `registration` counts those that are withdrawn as not healthy, too
     broken: tuple[str, ...] = ()
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from gangline.core.model import events as ev
-from gangline.core.model.health import NODE, STRIKE, WEIGHT, WITHDRAWN, Action, Ailment, Symptom
+from gangline.core.model.health import NODE, STRIKE, WEIGHT, WITHDRAWN, Action, Ailment, Symptom, waits_for
 from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources, Restart
 from gangline.core.model.state import Node, State
 from gangline.core.policy import blame
@@ -113,9 +113,8 @@ def _of_node(state: State, node: Node, now_ms: int) -> Iterator[ev.LogEvent]:
 
 def _next(state: State, node: Node, device: str, ailment: Ailment, lemon: str, now_ms: int) -> list[ev.LogEvent] | None:
     found = verdict(ailment, lemon, now_ms)
-    if found is None and device == NODE and node.driver is not None and node.driver.state != "answers":
-        last = next((s for s in reversed(ailment.symptoms) if s.code == "driver"), None)
-        found = "driver", last.message if last is not None else "the driver of its GPUs does not answer", "wait"
+    if found is None and device == NODE and (why := waits_for(node.driver, node.checks)):
+        found = "waits", why, "wait"
     if ailment.state in ("healthy", "suspect"):
         if found is not None:
             cause, message, action = found
@@ -147,9 +146,9 @@ def _onwards(state: State, node: Node, device: str, ailment: Ailment, now_ms: in
         if node.status == "up" and now_ms >= ailment.until_ms:
             return [_change(node, device, "healthy", "stable", "it has been up for long enough", "", 0)]
         return None
-    if ailment.cause == "driver" and ailment.action == "wait":
-        well = node.driver is None or node.driver.state == "answers"
-        return [_change(node, device, "healthy", "driver", "the driver of its GPUs answers again", "", 0)] if well else None
+    if ailment.cause == "waits" and ailment.action == "wait":
+        well = not waits_for(node.driver, node.checks)
+        return [_change(node, device, "healthy", "waits", "driver and checks are well again", "", 0)] if well else None
     if ailment.state == "unhealthy":
         if not held(node, device):
             message = f"{ailment.message}; nothing runs on it any more"

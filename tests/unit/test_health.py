@@ -9,7 +9,7 @@ import pytest
 from policycluster import Cluster, of
 
 from gangline.core.model import events as ev
-from gangline.core.model.documents import DriverReport, GpuReport, Observed, XidCount
+from gangline.core.model.documents import CheckReport, DriverReport, GpuReport, Observed, XidCount
 from gangline.core.model.foldhealth import as_reported
 from gangline.core.model.health import NODE, STRIKE, Ailment, Symptom, symptoms, worth_noting
 from gangline.core.model.spec import Gang, Health, Preemption, Restart
@@ -242,6 +242,22 @@ def test_row_67_a_silent_driver_holds_everything_and_moves_nobody() -> None:
     assert c.state.nodes[home].schedulable
     report(c, home, driver=DriverReport("failed", "crashed"))
     assert state_of(c, home) == "unhealthy", "and again"
+
+
+def test_a_critical_check_of_the_site_holds_the_node_until_it_is_well() -> None:
+    c = Cluster("a", "b")
+    running(c, "train", ranks=1, gpus=8)
+    (home,) = c.job("train").parts
+    mount = CheckReport("mount", "critical", "/data is gone")
+    report(c, home, checks=(mount, CheckReport("fan", "warning")))
+    assert state_of(c, home) == "unhealthy"
+    assert "mount is critical: /data is gone" in c.state.nodes[home].health[NODE].message
+    assert c.states("train") == ["running"]
+    assert report(c, home, checks=(mount, CheckReport("fan", "warning", "another word"))) == [], "other words of the same are no news"
+    report(c, home, checks=(CheckReport("mount", "unknown"),))
+    assert c.state.nodes[home].schedulable
+    report(c, home)
+    assert c.state.nodes[home].checks == ()
 
 
 def test_row_45_a_flapping_node_gets_ranks_only_when_it_has_been_up_for_a_while() -> None:
