@@ -14,6 +14,8 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from heapq import merge
 
+from gangline.core.policy.fragmentation import Measure
+from gangline.core.policy.fragmentindex import FragmentIndex
 from gangline.core.policy.migplan import has_room
 from gangline.core.policy.nodes import Node
 from gangline.core.policy.world import World
@@ -39,6 +41,7 @@ class NodeIndex:
         self._sharers: dict[int, None] = {}
         self._partitioned: dict[int, None] = {}
         self._members = {n.index: n for n in nodes}
+        self._worth: FragmentIndex | None = None
         for node in nodes:
             bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count(), node.model)
             self._bucket_of[node.index] = bucket
@@ -70,7 +73,16 @@ class NodeIndex:
         self._world.touched.clear()
         self._read = 0
 
+    def by_worth(self, measure: Measure) -> FragmentIndex:
+        """Return the nodes by what they lose in worth, as this measure has it."""
+        self.sync()
+        if self._worth is None or self._worth.measure is not measure:
+            self._worth = FragmentIndex(measure, self.nodes)
+        return self._worth
+
     def _update(self, at: int, node: Node) -> None:
+        if self._worth is not None:
+            self._worth.changed(at)
         bucket = (node.later_milli, node.now_mask.bit_count(), node.later_mask.bit_count(), node.model)
         old = self._bucket_of[at]
         if bucket != old:

@@ -5,7 +5,10 @@ waiting; it is bound to NUMA zones there, and to fewer of them; it needs no devi
 least unallocated, what is leaving counted as unallocated) or the emptiest (`spread`); the name. Preferred topology domains come before all of
 these: they are the *tiers* that the caller tries in turn (topology.py).
 
-So a rank that wants a share rather waits for a device that is shared already than takes an untouched one elsewhere.
+Where the world has a measure of fragmentation (fragmentation.py), the node that loses least in worth comes first instead, of those where the rank
+fits now, then of the others. Ranks for which that cannot be kept in an index are placed as above.
+
+Without one, a rank that wants a share rather waits for a device that is shared already than takes an untouched one elsewhere.
 
 MIG instances on nodes that partition their devices as they are asked: where it fits now comes first, then where the fewest untouched devices are
 partitioned for it, then where its instances cost the least of what could be put beside them (migplan.py), then the fullest node.
@@ -16,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gangline.core.policy import devices, migplan
+from gangline.core.policy.fragmentindex import keeps
 from gangline.core.policy.gangs import Rank
 from gangline.core.policy.models import closed_models
 from gangline.core.policy.nodeindex import NodeIndex
@@ -28,6 +32,14 @@ from gangline.core.policy.world import World
 def best_place(world: World, rank: Rank, index: NodeIndex, own: Place | None = None) -> tuple[Place, bool] | None:
     """Return the best place for the rank among the nodes of the index, and whether it must wait for it; None if it fits nowhere."""
     request, options = rank.request, world.options
+    if world.measure is not None and own is None and keeps(request) and not rank.job.queue.models:
+        ranked = index.by_worth(world.measure)
+        if ranked.usable:
+            for now in (True, False):
+                place = ranked.best(request, now)
+                if place is not None:
+                    return place, not now or (request.shared and must_wait(place, request))
+            return None
     if by_index(world, request):
         return _by_index(world, rank, index, own)
     if request.shared and options.prefer_ready and options.prefer_shared and options.gpu_nodes == "binpack" and request.nodes is None:
@@ -49,6 +61,8 @@ def best_place(world: World, rank: Rank, index: NodeIndex, own: Place | None = N
 def by_index(world: World, request: Request) -> bool:
     """Whether the best node for such a rank is simply the fullest one where it fits."""
     options = world.options
+    if world.measure is not None:
+        return False
     return request.plain and options.prefer_ready and (options.gpu_nodes if request.count else options.cpu_nodes) == "binpack"
 
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gangline.core.policy import models
+from gangline.core.policy.fragmentation import Measure
 from gangline.core.policy.gangs import ACTIVE, HOLDING, Job, PodsetGroup, Rank, RankState, charge_of, put_back, waiting
 from gangline.core.policy.holds import Hold, Holds
 from gangline.core.policy.ledger import Ledger
@@ -110,6 +111,8 @@ class World:
         self.holds = Holds([])
         #: what may be moved, and what that is worth; None: anything that can be preempted
         self.moves: Moves | None = None
+        #: what idle room is worth to those who are likely to come; None: nodes are filled by how full they are
+        self.measure: Measure | None = None
         #: names of jobs that are served before all others (earmarks.py)
         self.first: tuple[str, ...] = ()
         #: the jobs that wait, in groups

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 #: protocol → (module, one line of help)
-PROTOCOLS: dict[str, tuple[str, str]] = {}
+PROTOCOLS: dict[str, tuple[str, str]] = {
+    "fgd": ("gangline.core.simulate.fgd", "tasks arrive one by one until 130 % of all GPUs are asked for; how many GPUs are given out?"),
+}
 
 Tick = Callable[[int, int], None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -51,12 +52,14 @@ class _Bar:
 
     def __init__(self, quiet: bool) -> None:
         self._progress = Progress(quiet=quiet)
+        #: a line for each of so many per cent; a terminal's is redrawn instead
+        self._step = 1 if sys.stderr.isatty() else 25
         self._began = time.monotonic()
         self._percent = -1
 
     def tick(self, done: int, total: int) -> None:
         """Show how much is done."""
-        percent = 100 * done // max(total, 1)
+        percent = 100 * done // max(total, 1) // self._step * self._step
         if percent == self._percent:
             return
         self._percent = percent
