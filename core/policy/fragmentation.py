@@ -1,13 +1,13 @@
 """What the idle room of a node is worth to those who are likely to come: an estimate in thousandths of a GPU.
 
-A rank is placed where that worth falls least (fragmentindex.py), with CPU times the cores that stay idle there added to what is lost. The worth of
-a node with its idle CPU and the idle amounts of its GPUs is
+A rank is placed where that worth falls least (fragmentindex.py), with CPU times the cores that stay idle there added to what is lost. The worth
+of a node with its idle CPU and the idle amounts of its GPUs is
 
     - F  +  CAPACITY * K
 
-F, fragmentation, is the measure of Weng et al., "Beware of Fragmentation" (USENIX ATC 2023): what is idle and of no use to the next task. Over the
-typical tasks m with their shares p_m of all tasks, F = sum of p_m F(m); F(m) is all that is idle if m needs no GPU or does not fit, else what is
-idle on GPUs that have less than m asks of one.
+F, fragmentation, is the measure of Weng et al., "Beware of Fragmentation" (USENIX ATC 2023): what is idle and of no use to the next task. Over
+the typical tasks m with their shares p_m of all tasks, F = sum of p_m F(m); F(m) is all that is idle if m needs no GPU or does not fit, else
+what is idle on GPUs that have less than m asks of one.
 
 K, capacity, looks further than the next task: how many of m the node could still hold beside each other, as its CPU and its GPUs allow, times
 p_m and the root of what one of them takes (in GPUs), times 1000. F does not fall while a node keeps room for one task of a kind, so by itself
@@ -39,10 +39,10 @@ _KEPT = 200_000
 
 
 class Kind(NamedTuple):
-    """A kind of task: CPU in milli-cores, `count` GPUs, thousandths of each, and the models that will do, none for any."""
+    """A kind of task: CPU in milli-cores, GPUs, thousandths of each, and the models that will do, none for any."""
 
     cpu_milli: int
-    count: int
+    gpus: int
     milli: int
     models: frozenset[str] = frozenset()
 
@@ -135,10 +135,9 @@ class Measure:
         if found is None:
             none, sizes = 0.0, defaultdict(list)
             for kind, share in self.kinds.items():
-                if not kind.count or (kind.models and model not in kind.models):
+                if not kind.gpus or (kind.models and model not in kind.models):
                     none += share
                 else:
-                    sizes[kind.count, kind.milli].append((kind.cpu_milli, share))
+                    sizes[kind.gpus, kind.milli].append((kind.cpu_milli, share))
             found = self._of_model[model] = (none, [_Size(*size, kinds) for size, kinds in sorted(sizes.items())])
         return found
-

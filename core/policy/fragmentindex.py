@@ -88,7 +88,7 @@ class FragmentIndex:
         return None if found is None else (found[0] + CPU * (node.cpu_later - request.cpu_milli) / 1000, found[1])
 
     def _lost(self, node: Node, request: Request, now: bool) -> tuple[float, int] | None:
-        """Return what the node would lose in worth, and the device of the best share (0 if none is asked for); None if the request does not fit."""
+        """Return what the node would lose in worth, and the device of the best share (0 without one); None if the request does not fit."""
         whole = request.whole
         if whole and (node.now_mask if now else node.later_mask).bit_count() < request.count:
             return None

@@ -5,8 +5,8 @@ waiting; it is bound to NUMA zones there, and to fewer of them; it needs no devi
 least unallocated, what is leaving counted as unallocated) or the emptiest (`spread`); the name. Preferred topology domains come before all of
 these: they are the *tiers* that the caller tries in turn (topology.py).
 
-Where the world has a measure of fragmentation (fragmentation.py), the node that loses least in worth comes first instead, of those where the rank
-fits now, then of the others. Ranks for which that cannot be kept in an index are placed as above.
+Where the world has a measure of fragmentation (fragmentation.py), the node that loses least in worth comes first instead, of those where the
+rank fits now, then of the others. Ranks for which that cannot be kept in an index are placed as above.
 
 Without one, a rank that wants a share rather waits for a device that is shared already than takes an untouched one elsewhere.
 

@@ -1,11 +1,11 @@
-"""The protocol of Weng et al., "Beware of Fragmentation" (USENIX ATC 2023): tasks arrive one by one, none leaves, until 130 % of the GPUs are asked for.
+"""The protocol of Weng et al., "Beware of Fragmentation" (USENIX ATC 2023): tasks arrive until 130 % of the GPUs are asked for, and none leaves.
 
 Only nodes with GPUs take part. Tasks are sorted by name and shuffled by the seed. If they ask for less than 1.3 times the GPUs, tasks drawn with
 replacement from the list are appended until the next would pass it; the stop test adds what the task asks of one GPU, as the authors' simulator
 has it. If they ask for more, tasks drawn by chance are removed. A task that does not fit when it arrives is dropped, and counts as arrived.
 
-The policy of production runs as it does in a scheduler: each arrival is a job in the what-if world (core/policy/world.py), a session decides, and
-its decision is settled. It knows the mix of the list, as the published policy does. The other policies (published.py) are for comparison.
+The policy of production runs as it does in a scheduler: each arrival is a job in the what-if world (core/policy/world.py), a session decides,
+and its decision is settled. It knows the mix of the list, as the published policy does. The other policies (published.py) are for comparison.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 
 from gangline.core.policy.fragmentation import Kind, Measure, typical
@@ -130,7 +131,7 @@ def production(nodes: list[OpenbNode], measure: Measure | None) -> Cluster:
     world.measure = measure
     world.add_nodes(NodeSpec(n.name, n.gpus, 0, n.cpu_milli, n.memory_mib * _MIB, 1 << 20, gpu_model=n.model) for n in nodes)
     world.add_queue(QueueSpec("all"))
-    queue, placer = world.queues["all"], Placer(world)
+    queue, placer, numbers = world.queues["all"], Placer(world), count()
     of_models: dict[tuple[str, ...], tuple[str, ...] | None] = {(): None}
 
     def place(task: OpenbTask) -> bool:
@@ -138,7 +139,7 @@ def production(nodes: list[OpenbNode], measure: Measure | None) -> Cluster:
             of_models[task.models] = tuple(n.name for n in nodes if n.model in task.models)
         request = Request(task.gpus, task.gpu_milli, cpu_milli=task.cpu_milli, memory_bytes=task.memory_mib * _MIB, nodes=of_models[task.models])
         podset = Podset("ranks", 1)
-        number = place.__dict__["arrived"] = place.__dict__.get("arrived", -1) + 1
+        number = next(numbers)
         job = Job(f"{number}", queue, priority=0, preemptible=False, order=number, root=PodsetGroup("job", None, [podset]))
         rank = Rank(job, 0, job.name, world.intern(request), None)
         rank.podset = podset

@@ -117,11 +117,11 @@ class Published:
         return -left, _tightest(room, task)
 
     def _packing(self, room: Room, task: OpenbTask) -> _Score:
-        """GPUs in use count before idle ones of nodes in use, those before idle nodes; within each, the node with the least idle."""
+        """GPUs in use count before idle ones of nodes in use, those before idle nodes."""
         device = _tightest(room, task)
-        in_use = sum(each < GPU for each in room.idle)
-        tier = 2 if task.gpus == 1 and room.idle[device] < GPU else 1 if in_use else 0
-        return tier * 1000.0 - sum(room.idle) / GPU, device
+        if task.gpus == 1 and room.idle[device] < GPU:
+            return 2, device
+        return int(room.version > 0), device
 
 
 def kind_of(task: OpenbTask) -> Kind:
