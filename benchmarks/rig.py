@@ -33,6 +33,7 @@ _CONNECTIONS = 4
 #: jobs that are due within this time are sent together
 _TICK_S = 0.02
 _START_S = 120.0
+_SEND_S = 300.0
 _STOP_S = 30.0
 
 Job = dict[str, Any]
@@ -134,10 +135,19 @@ def rig(shape: Shape) -> Iterator[Rig]:
 
 
 def _send(client: Client, jobs: list[Mapping[str, Any]]) -> None:
-    answer = client.submit_batch(jobs, new_key())
-    refused = [r["problem"] for r in answer.body["results"] if "problem" in r]
-    if refused:
-        raise click.ClickException(f"{len(refused)} jobs were refused, the first because of {refused[0]}")
+    """Submit jobs; a scheduler that is too busy to answer in time is asked again, and the key has each job taken once."""
+    key, deadline = new_key(), time.monotonic() + _SEND_S
+    while True:
+        try:
+            refused = [r["problem"] for r in client.submit_batch(jobs, key).body["results"] if "problem" in r]
+        except Unreachable:
+            if time.monotonic() > deadline:
+                raise
+            continue
+        if not refused:
+            return
+        if any(p["status"] != 503 for p in refused) or time.monotonic() > deadline:
+            raise click.ClickException(f"{len(refused)} jobs were refused, the first because of {refused[0]}")
 
 
 def _wait_for_nodes(running: Rig, nodes: int, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
