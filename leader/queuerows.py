@@ -96,6 +96,8 @@ class QueueRow(msgspec.Struct, frozen=True):
     usage_half_life_s: float | None
     ageing_per_hour: float | None
     ageing_most: int | None
+    #: null: as the parent
+    order: str | None
     user_fairness: bool
     allocated: HeldRow
     pending: PendingRow
@@ -227,6 +229,7 @@ def _row(
         usage_half_life_s=spec.usage_half_life_s,
         ageing_per_hour=spec.ageing_per_hour,
         ageing_most=spec.ageing_most,
+        order=spec.order,
         user_fairness=spec.user_fairness,
         allocated=held,
         pending=pending,

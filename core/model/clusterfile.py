@@ -160,6 +160,7 @@ _QUEUE: Fields = {
     "usage_half_life": ("usage_half_life_s", duration(60.0, 366 * _DAY_S, zero="to switch it off")),
     "ageing_per_hour": ("ageing_per_hour", number(0, 1_000_000)),
     "ageing_most": ("ageing_most", whole(0, 1_000_000)),
+    "order": ("order", one_of("priority", "shortest_remaining", "shortest_remaining_service", "least_attained")),
     "user_fairness": ("user_fairness", boolean),
     "state": ("state", one_of("open", "hold", "drain")),
 }
@@ -285,6 +286,7 @@ def queue_words(queue: QueueSpec) -> dict[str, Any]:
         words[word] = None if seconds is None else duration_word(seconds)
     words["ageing_per_hour"] = None if queue.ageing_per_hour is None else _weight_word(queue.ageing_per_hour)
     words["ageing_most"] = queue.ageing_most
+    words["order"] = queue.order
     words["user_fairness"] = queue.user_fairness or None
     words["state"] = queue.state if queue.state != "open" else None
     return {word: value for word, value in words.items() if value is not None and value != {}}

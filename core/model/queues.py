@@ -27,6 +27,8 @@ MAX_LEVELS: Final = 8
 AGEING_MOST: Final = 10
 
 QueueState = Literal["open", "hold", "drain"]
+#: which of two jobs of equal priority is first: the older; or by service (core/policy/service.py)
+QueueOrder = Literal["priority", "shortest_remaining", "shortest_remaining_service", "least_attained"]
 #: how a job that names a queue is refused
 QueueRefusal = Literal["unknown", "parent", "drains"]
 
@@ -75,6 +77,8 @@ class QueueSpec(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     #: points of priority that a job gains for each hour of waiting, and how many it gains at most; None: as the parent, at the top 0 and 10
     ageing_per_hour: float | None = None
     ageing_most: int | None = None
+    #: what decides between jobs of one priority; None: as the parent, at the top "priority"
+    order: QueueOrder | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +105,7 @@ class Declaration(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 class QueueTree:
     """A declaration to be asked. Never changed: another declaration makes another tree."""
 
-    __slots__ = ("_children", "ages", "declaration", "half_lives_ms", "specs")
+    __slots__ = ("_children", "_orders", "ages", "declaration", "half_lives_ms", "specs")
 
     def __init__(self, declaration: Declaration | None = None) -> None:
         """Raises ValueError when the declaration is not a tree in order."""
@@ -112,10 +116,13 @@ class QueueTree:
         self._children = _children(queues)
         #: in some queue, jobs gain priority by waiting
         self.ages = any(queue.ageing_per_hour for queue in queues)
+        self._orders: dict[str, QueueOrder] = {}
         if tuple(self.specs.values()) != in_order(queues):
             raise ValueError("the queues are not a tree in order: each once, after its parent and before its parent's next child")
         #: by path, only of queues where past usage counts
         self.half_lives_ms = {path: ms for path in self.specs if (ms := round(self.usage_half_life_s(path) * 1000)) > 0}
+        for path, spec in self.specs.items():
+            self._orders[path] = spec.order or self._orders.get(spec.parent, "priority")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QueueTree) and self.declaration == other.declaration
@@ -173,6 +180,9 @@ class QueueTree:
         """Half-life of past usage in a queue, its own or the nearest ancestor's; 0: the past does not count."""
         return next((spec.usage_half_life_s for spec in self.lineage(path) if spec.usage_half_life_s is not None), 0.0)
 
+    def order(self, path: str) -> QueueOrder:
+        """What decides between jobs of one priority in a queue, its own or the nearest ancestor's."""
+        return self._orders[path]
 
     def ageing(self, path: str) -> tuple[float, int]:
         """Points of priority that a waiting job of a queue gains in an hour, and at most; each of its own or the nearest ancestor's."""

@@ -46,10 +46,5 @@ def next_point_ms(state: State, job: Job) -> Iterator[int]:
         yield -(-at_ms // _MINUTE_MS) * _MINUTE_MS
 
 
-def waiting_key(state: State, job: Job, now_ms: int) -> tuple[int, int]:
-    """Return the place of a waiting job in its queue, the smallest first: what World.job_key makes of whole gangs that wait."""
-    return (-job.spec.priority - points(state, job, now_ms), job.order)
-
-
 def _since_ms(job: Job) -> int:
     return max(job.since_ms, job.cleared_ms, job.begin_at_ms)

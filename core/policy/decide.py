@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from gangline.core.model import events as ev
 from gangline.core.model.state import Job, State
-from gangline.core.policy import health, recovery, resize, windows
+from gangline.core.policy import health, recovery, resize, service, windows
 from gangline.core.policy.schedule import LOOK_AGAIN_MS, schedule
 
 
@@ -62,7 +62,7 @@ def wake(state: State, now_ms: int) -> None:
         job = state.jobs.get(heappop(timers)[1])
         if job is not None:
             state.scratch.jobs[job.id] = None
-            if job.state == "queued" or resize.may_grow(job, now_ms):
+            if job.state == "queued" or resize.may_grow(job, now_ms) or service.worsens(state, job):
                 state.scratch.queue_dirty = True
                 state.scratch.moved[job.id] = None
 

@@ -23,6 +23,12 @@ def queue_specs(tree: QueueTree) -> list[QueueSpec]:
     return out
 
 
+def _quantum_s(spec: DeclaredQueue) -> float | None:
+    """Who runs keeps its place for a while where the order by service would exchange it at once."""
+    ordered = spec.order is not None and spec.order != "priority"
+    return MIN_RUNTIME_S if spec.preempt_min_runtime_s is None and ordered else spec.preempt_min_runtime_s
+
+
 def _models_spec(spec: DeclaredQueue) -> tuple[ModelSpec, ...]:
     quotas, limits, weights = spec.quota.models, spec.limit.models, spec.over_quota_weight.models
     named = sorted({*quotas, *limits, *weights})
@@ -41,5 +47,5 @@ def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
         spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
         weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
         reclaim_min_runtime_s=MIN_RUNTIME_S if spec.reclaim_min_runtime_s is None and not spec.parent else spec.reclaim_min_runtime_s,
-        preempt_min_runtime_s=spec.preempt_min_runtime_s, user_fairness=spec.user_fairness, models=_models_spec(spec),
+        preempt_min_runtime_s=_quantum_s(spec), user_fairness=spec.user_fairness, models=_models_spec(spec),
     )  # fmt: skip

@@ -21,9 +21,9 @@ from gangline.core.model.gpushares import GPU, in_gpus
 from gangline.core.model.roles import Leaf, least, leaves
 from gangline.core.model.spec import JobSpec, TopologyRequest
 from gangline.core.model.state import Job, Node, State
-from gangline.core.policy.ageing import waiting_key
 from gangline.core.policy.capacity import Domain, Room, domain_of, ends_ms, gpu_of, healthy, impossible, on_one_gpu, ranks_in, takes, within
 from gangline.core.policy.profile import Profile
+from gangline.core.policy.service import waiting_key
 
 #: ranks by leaf and node
 _Ranks = Counter[tuple[int, str]]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
 from gangline.core.model.documents import Gpu, Registration
@@ -39,7 +40,7 @@ from gangline.core.model.state import Node as StateNode
 from gangline.core.model.state import State
 from gangline.core.model.topologies import NODE_LEVEL, WELL_KNOWN, levels_by_name
 from gangline.core.model.usage import usage_of, usage_of_users
-from gangline.core.policy import ageing
+from gangline.core.policy import ageing, service
 from gangline.core.policy.admission import gate
 from gangline.core.policy.declared import queue_specs
 from gangline.core.policy.gangs import ACTIVE, Constraint, Job, Member, Podset, PodsetGroup, Rank, RankState
@@ -66,6 +67,10 @@ _NEVER = 1 << 30
 _MODELS = "gangline/gpu-models"
 
 
+#: how a session decides in production
+PRODUCTION = Options(evict_for_surplus=False, no_thrash=True)
+
+
 class _Ranks(NamedTuple):
     """Units of one podset, each with its state and place."""
 
@@ -81,8 +86,8 @@ _Unit = tuple[str, Sequence[PlacedRank]]
 class Mirror:
     """One world beside one state. `sync` before each session, `take_back` after it."""
 
-    def __init__(self) -> None:
-        self.world = World(Options(evict_for_surplus=False, no_thrash=True))
+    def __init__(self, options: Options = PRODUCTION) -> None:
+        self.world = World(options)
         self.placer = Placer(self.world)
         self._tree: QueueTree | None = None
         #: GPU indices of a node by position of the device in the world
@@ -111,6 +116,8 @@ class Mirror:
         #: placed gangs that may be protected still, and for how long any gang is
         self._young: dict[str, Job] = {}
         self._protection_s = 0.0
+        #: heap of (log time, job): when the standing of one that runs changes
+        self._standings: list[tuple[int, str]] = []
         #: how many nodes in the world carry each of the well-known labels
         self._carried = dict.fromkeys(WELL_KNOWN, 0)
         #: nodes in the world by the model and by the number of their GPUs, for those that have any
@@ -135,6 +142,7 @@ class Mirror:
             for job in self._growing:
                 if job not in scratch.moved and not may_grow(state.jobs[job], now_ms):
                     scratch.moved[job] = None
+            self._stand_otherwise(state, now_ms)
             if scratch.moved or scratch.moved_nodes:
                 self._update(state, now_ms)
         self._decide_again(state, now_ms)
@@ -155,12 +163,19 @@ class Mirror:
             if engine.started_s_ago > self._protection_s:
                 del self._young[job_id]
 
+    def _stand_otherwise(self, state: State, now_ms: int) -> None:
+        """Gangs that have run for long enough since stand elsewhere in the order of their queue (service.py)."""
+        while self._standings and self._standings[0][0] <= now_ms:
+            job = state.jobs.get(heappop(self._standings)[1])
+            if job is not None and job.running_since_ms:
+                state.scratch.moved[job.id] = None
+
     def take_back(self) -> None:
         """Undo what a session has decided."""
         self.world.rollback(0)
 
     def _rebuild(self, state: State, now_ms: int) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self.world.options)  # type: ignore[misc]
         self._now_ms = now_ms
         self._tree = state.queues
         specs = queue_specs(state.queues)
@@ -369,6 +384,9 @@ class Mirror:
             self._units_of[job.id] = dict(zip((r.index for r in engine.ranks if r.state is RankState.RUNNING), units, strict=True))
         if grows:
             self._growing[job.id] = None
+        changes_ms = service.next_change_ms(job, state.queues.order(state.queues.leaf_of(job.spec.queue)), now_ms)
+        if changes_ms is not None:
+            heappush(self._standings, (changes_ms, job.id))
         engine.started_s_ago = (now_ms - job.running_since_ms) / 1000 if job.running_since_ms else 0.0
         if engine.started_s_ago <= self._protection_s:
             self._young[job.id] = engine
@@ -455,11 +473,11 @@ class Mirror:
     def _introduce(self, state: State, job: StateJob, name: str, root: PodsetGroup, ranks: list[_Ranks]) -> Job:
         spec = job.spec
         engine = Job(
-            name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=spec.priority, preemptible=spec.preemptible, order=job.order,
-            root=root,
+            name, self.world.queues[state.queues.leaf_of(spec.queue)], priority=service.priority(state, job, self._now_ms),
+            preemptible=spec.preemptible, order=job.order, root=root,
         )  # fmt: skip
         engine.user = job.user
-        engine.boost = ageing.points(state, job, self._now_ms)
+        engine.boost = ageing.points(state, job, self._now_ms) * service.scale(state, job)
         places: dict[int, tuple[RankState, Place | None]] = {}
         for some in ranks:
             for state_and_place in some.places:

@@ -16,7 +16,7 @@ from gangline.core.model.foldhealth import hardware_failed
 from gangline.core.model.foldlosses import row_of_failures
 from gangline.core.model.health import NODE
 from gangline.core.model.state import Job, Node, Part, Rank, State
-from gangline.core.policy import admission, ageing, resize, spares
+from gangline.core.policy import admission, ageing, resize, service, spares
 from gangline.core.policy.sizes import present
 
 #: a node that has not prepared, or not started its ranks, in this time is charged with it; the old generation's grace comes on top
@@ -101,13 +101,15 @@ def due_ms(state: State, job: Job, now_ms: int) -> int | None:
 
     What was due by `now_ms` has been looked at: were it named again although nothing came of it, the shell would look for ever.
     """
-    return min((due for due in _moments(state, job) if due > now_ms), default=None)
+    return min((due for due in _moments(state, job, now_ms) if due > now_ms), default=None)
 
 
-def _moments(state: State, job: Job) -> Iterator[int]:
+def _moments(state: State, job: Job, now_ms: int) -> Iterator[int]:
     yield from admission.moments(job)
     if state.queues.ages and job.state == "queued":
         yield from ageing.next_point_ms(state, job)
+    if service.worsens(state, job) and (changes_ms := service.next_change_ms(job, "least_attained", now_ms)) is not None:
+        yield changes_ms
     if job.state in ("queued", "restarting", "resizing"):
         yield job.not_before_ms
     if job.state == "queued":

@@ -36,9 +36,7 @@ from gangline.core.policy.report import Decisions
 from gangline.core.policy.waiting import JobKey
 from gangline.core.policy.world import World
 
-#: gangs with a reservation at a time
-MOST = 4
-#: of these, without a time
+#: reservations without a time, at a time
 _MOST_OPEN = 1
 #: a gang waits so long before it gets a reservation without a time
 PATIENCE_MS = 600_000
@@ -129,12 +127,13 @@ def _first_blocked(world: World, decisions: Decisions) -> list[Job]:
     That is the same whether they were refused one by one or by their shape, and so in one cycle as in the next.
     """
     by_queue: dict[Queue, dict[Job, JobKey]] = {}
+    most = world.options.reservations
     for jobs, why in decisions.refusals:
         first = next(iter(jobs), None)
         if first is not None and why.code in ROOM and _is_large(first):
-            by_queue.setdefault(first.queue, {}).update((job, world.job_key(job)) for job in islice(jobs, MOST))
-    ranked = ((at, found[job], job) for found in by_queue.values() for at, job in enumerate(sorted(found, key=found.__getitem__)[:MOST]))
-    return [job for _, _, job in sorted(ranked, key=lambda r: r[:2])[:MOST]]
+            by_queue.setdefault(first.queue, {}).update((job, world.job_key(job)) for job in islice(jobs, most))
+    ranked = ((at, found[job], job) for found in by_queue.values() for at, job in enumerate(sorted(found, key=found.__getitem__)[:most]))
+    return [job for _, _, job in sorted(ranked, key=lambda r: r[:2])[:most]]
 
 
 def _is_large(job: Job) -> bool:

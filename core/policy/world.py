@@ -59,6 +59,8 @@ class Options:
     no_thrash: bool = False
     #: what-if placements tried for one waiting job in one pass, at most
     simulations: int = 1000
+    #: gangs with a reservation at a time
+    reservations: int = 4
 
 
 #: changes that concern no rank

@@ -37,8 +37,8 @@ class Table:
     `needed` names the columns that must be there; others may be missing, and more may be there.
     """
 
-    def __init__(self, path: Path, needed: Sequence[str], known: Sequence[str] = ()) -> None:
-        self.path = path
+    def __init__(self, path: Path, needed: Sequence[str], known: Sequence[str] = (), delimiter: str = ",") -> None:
+        self.path, self.delimiter = path, delimiter
         self.problems: list[Problem] = []
         self._needed, self._known = tuple(needed), (*needed, *known)
         self._starts: dict[str, int] = {}
@@ -47,7 +47,7 @@ class Table:
         """Yield the rows that have a cell for each name. Raises BadTrace at once if the names are wrong, or the text cannot be read."""
         with open_text(self.path) as file:
             lines = _Lines(file)
-            reader = csv.reader(lines, strict=True)
+            reader = csv.reader(lines, strict=True, delimiter=self.delimiter)
             try:
                 names = next(reader, None)
                 if not names:
@@ -149,7 +149,7 @@ class Row:
                 return column
             if character == '"':
                 quoted = not quoted
-            elif character == "," and not quoted:
+            elif character == self.table.delimiter and not quoted:
                 at, column = at - 1, place + 1
         return column
 

@@ -107,6 +107,7 @@ QUEUES_WIDE: tuple[Column, ...] = (
     _time("preempt_min_runtime"),
     _time("usage_half_life"),
     ("LOST FOR IT", lambda row: gpu_time(row.get("lost_gpu_s"))),
+    ("ORDER", lambda row: cell(row.get("order"))),
     ("USER FAIRNESS", lambda row: cell(row.get("user_fairness"))),
 )
 
