@@ -19,7 +19,7 @@ def queue_specs(tree: QueueTree) -> list[QueueSpec]:
     out = []
     for spec in tree.specs.values():
         order[spec.parent] = order.get(spec.parent, -1) + 1
-        out.append(_queue_spec(spec, order[spec.parent], tree.declared))
+        out.append(_queue_spec(spec, order[spec.parent], tree))
     return out
 
 
@@ -35,7 +35,7 @@ def _models_spec(spec: DeclaredQueue) -> tuple[ModelSpec, ...]:
     return tuple((model, quotas.get(model), limits.get(model, UNLIMITED), weights.get(model)) for model in named)
 
 
-def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
+def _queue_spec(spec: DeclaredQueue, created: int, tree: QueueTree) -> QueueSpec:
     def vector(amounts: object) -> tuple[int, int, int]:
         gpus, cpus, memory = (getattr(amounts, f) for f in ("gpus_milli", "cpus_milli", "memory_mib"))
         return (
@@ -44,8 +44,9 @@ def _queue_spec(spec: DeclaredQueue, created: int, declared: bool) -> QueueSpec:
 
     weight = spec.over_quota_weight
     return QueueSpec(
-        spec.path, spec.parent, quota=vector(spec.quota) if declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
+        spec.path, spec.parent, quota=vector(spec.quota) if tree.declared else (UNLIMITED, UNLIMITED, UNLIMITED), limit=vector(spec.limit),
         weight=(weight.gpus, weight.cpus, weight.memory), priority=spec.priority, created=created,
         reclaim_min_runtime_s=MIN_RUNTIME_S if spec.reclaim_min_runtime_s is None and not spec.parent else spec.reclaim_min_runtime_s,
         preempt_min_runtime_s=_quantum_s(spec), user_fairness=spec.user_fairness, models=_models_spec(spec),
+        by_service=tree.order(spec.path) != "priority",
     )  # fmt: skip

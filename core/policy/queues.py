@@ -38,6 +38,8 @@ class QueueSpec:
     user_fairness: bool = False
     #: amounts by GPU model (models.py)
     models: tuple[ModelSpec, ...] = ()
+    #: jobs are in an order by service (service.py)
+    by_service: bool = False
 
 
 class Queue:

@@ -13,6 +13,9 @@ When too little ends at a known time, nobody can be let in on the strength of it
 such, gets a reservation without a time: on what those hold who run longest, kept free as it comes free. So large gangs start as long as others
 end at all.
 
+Queues in an order by service (service.py) need none: what is to go first there has others leave. To keep room free for a gang that is not first
+would only delay what is.
+
 A reservation is planned anew when something that it counts on is gone, when its time has passed, and from time to time in case something
 better has come up; it is given up when the gang is no longer among the first.
 """
@@ -130,7 +133,7 @@ def _first_blocked(world: World, decisions: Decisions) -> list[Job]:
     most = world.options.reservations
     for jobs, why in decisions.refusals:
         first = next(iter(jobs), None)
-        if first is not None and why.code in ROOM and _is_large(first):
+        if first is not None and why.code in ROOM and not first.queue.spec.by_service and _is_large(first):
             by_queue.setdefault(first.queue, {}).update((job, world.job_key(job)) for job in islice(jobs, most))
     ranked = ((at, found[job], job) for found in by_queue.values() for at, job in enumerate(sorted(found, key=found.__getitem__)[:most]))
     return [job for _, _, job in sorted(ranked, key=lambda r: r[:2])[:most]]

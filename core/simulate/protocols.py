@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 #: protocol → (module, one line of help)
 PROTOCOLS: dict[str, tuple[str, str]] = {
     "fgd": ("gangline.core.simulate.fgd", "tasks arrive one by one until 130 % of all GPUs are asked for; how many GPUs are given out?"),
+    "jobs": ("gangline.core.simulate.jobs", "jobs that arrive, run and end: completion times, waits, utilisation, fairness"),
 }
 
 Tick = Callable[[int, int], None]

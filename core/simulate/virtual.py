@@ -7,7 +7,7 @@
 
 What decides is `decide` on a `State`, as in production, and what happens to the state is what the fold makes of events. Only agents are played
 here: they prepare and start what is placed, acknowledge a notice at once, and report the end of ranks. The time jumps to the next thing that
-happens. While jobs wait, the queues are looked at again every `LOOK_MS`, as long as anything that depends on time alone may have changed.
+happens. While jobs wait, the queues are looked at again a few times, as long as time alone may change anything.
 
 A job is a gang of ranks. As many GPUs as fit on one node are one rank; more are ranks of equal size that fill nodes.
 """
@@ -32,10 +32,9 @@ from gangline.core.simulate.formats.jobs import TraceJob
 
 #: log time of the trace's zero
 ZERO_MS = 1_000_000
-#: the queues are looked at again after so long, while jobs wait; and no more once nothing has happened for so long: by then every protection
-#: that lasts for minutes (potential.py, reserve.py) is over
-LOOK_MS = 60_000
-QUIET_MS = 720_000
+#: while jobs wait, the queues are looked at again so long after anything has changed: when gangs that have just started are no longer protected,
+#: when reservations are planned anew, and when all that lasts for minutes is over (potential.py, reserve.py)
+LOOKS_MS = (61_000, 121_000, 301_000, 661_000)
 #: names of nodes in one rack, for the map
 _RACK = 8
 _CPUS_MILLI = 1_000_000
@@ -163,10 +162,10 @@ class Virtual:
             due = self._cycle()
             if self.state.index != before:
                 self._changed_ms = self.now_ms
-            if self.state.queue and self.now_ms - self._changed_ms < QUIET_MS and (self._agenda or self._changed_ms == self.now_ms):
-                due = self.now_ms + LOOK_MS if due is None else min(due, self.now_ms + LOOK_MS)
-            elif self.state.queue and not self._agenda and following is None and due is None:
-                break
+            since_ms = self.now_ms - self._changed_ms
+            look = next((after for after in LOOKS_MS if after > since_ms), None) if self.state.queue else None
+            if look is not None:
+                due = min(at for at in (due, self._changed_ms + look) if at is not None)
             self.watch.moment(self._seconds(), self.state)
             moments += 1
             if moments % 256 == 0:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,9 +22,21 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--protocol", default="fgd", show_default=True, help="How the trace is replayed; see docs/simulate.md.")
 @click.option("--policy", default="", metavar="NAME", help="What decides; the policy of production, unless another is named for comparison.")
 @click.option("--seed", default=42, show_default=True, type=click.IntRange(0), help="Of everything that is drawn by chance.")
+@click.option("--cluster", default="", metavar="NODESxGPUS", help="Nodes of the protocol jobs, as 8x8, or 2x4+6x8.")
+@click.option(
+    "--durations", default=None, type=click.Choice(["unknown", "asked", "known"]),
+    help="What the scheduler knows of how long jobs run  [default: what users asked for, where the trace has it].",
+)
+@click.option("--by-queue", is_flag=True, help="Queues of the trace are queues, with quotas by what their jobs ask for in all.")
+@click.option("--half-life", default=0.0, type=click.FloatRange(0), metavar="SECONDS", help="With --by-queue, half-life of past usage.")
+@click.option("--overhead", default=30.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS", help="Until ranks work.")
+@click.option("--report", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE.html", help="Write a report with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
-def simulate(tasks: tuple[Path, ...], nodes: Path | None, protocol: str, policy: str, seed: int, as_json: bool, quiet: bool) -> int:
+def simulate(
+    tasks: tuple[Path, ...], nodes: Path | None, protocol: str, policy: str, seed: int, as_json: bool, quiet: bool, report: Path | None,
+    **options: Any,
+) -> int:
     """Replay a trace in virtual time through the policy that schedules the cluster."""
     from gangline.core.simulate import protocols
 
@@ -31,16 +44,20 @@ def simulate(tasks: tuple[Path, ...], nodes: Path | None, protocol: str, policy:
         known = "\n".join(f"  {name:<8} {text}" for name, (_, text) in protocols.PROTOCOLS.items())
         raise click.UsageError(f'There is no protocol "{protocol}". There are:\n{known}')
     module = protocols.protocol(protocol)
-    if policy and policy not in module.POLICIES:
+    unknown = [name for name in policy.split(",") if name not in module.POLICIES] if policy else []
+    if unknown:
         known = "\n".join(f"  {name:<12} {text}" for name, text in module.POLICIES.items())
-        raise click.UsageError(f'There is no policy "{policy}" for the protocol {protocol}. There are:\n{known}')
+        raise click.UsageError(f'There is no policy "{unknown[0]}" for the protocol {protocol}. There are:\n{known}')
+    given = {"half_life_s": options.pop("half_life"), "overhead_s": options.pop("overhead"), "report": report is not None, **options}
     bar = _Bar(quiet)
     try:
-        result = module.run(protocols.Asked(tasks, nodes, seed, policy), bar.tick)
+        result = module.run(protocols.Asked(tasks, nodes, seed, policy, given), bar.tick)
     except protocols.Unusable as error:
         raise click.UsageError(str(error)) from error
     finally:
         bar.clear()
+    if report is not None and result.report:
+        report.write_text(result.report, encoding="utf-8")
     click.echo(json.dumps(result.figures) if as_json else "\n".join(result.lines))
     return exits.DONE
 
