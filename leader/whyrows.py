@@ -12,10 +12,10 @@ from gangline.core.model.gpushares import GPU, in_gpus
 from gangline.core.model.narrate import duration
 from gangline.core.model.roles import asked, full
 from gangline.core.model.state import Deferral, Job, State
-from gangline.core.policy.service import waiting_key
 from gangline.core.policy.capacity import ends_ms, impossible
 from gangline.core.policy.estimate import Estimate, end_of, start_of
 from gangline.core.policy.resize import grows_from_ms
+from gangline.core.policy.service import waiting_key
 from gangline.leader.rows import ShownState, reason_of, shown_state
 
 #: holders that are named

@@ -26,10 +26,10 @@ from gangline.core.policy import ageing
 STEPS = 1024
 #: what is left differs by a step if it differs by so much
 FINER = 1.05
-#: what was had differs by a step if it is ten times as much; below a GPU hour all jobs are alike. Finer steps make jobs of equal length
-#: take turns, which delays all of them: with steps of 2 the mean of Muri's testbed trace is 43 % longer
-COARSER = 10.0
-FIRST_GPU_S = 3_600.0
+#: what was had differs by a step if it is 20 times as much; below two GPU hours all jobs are alike. Finer steps make jobs of equal length
+#: take turns, which delays all of them: with steps of 2 the mean of Muri's testbed trace is half as long again
+COARSER = 20.0
+FIRST_GPU_S = 7_200.0
 
 
 def priority(state: State, job: Job, now_ms: int) -> int:
