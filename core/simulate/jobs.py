@@ -32,6 +32,8 @@ POLICIES: Mapping[str, str] = {
     "shortest_remaining_service": "a queue with `order: shortest_remaining_service`, with durations known",
     "least_attained": "a queue with `order: least_attained`",
 }
+#: several policies may be asked for, with commas
+COMPARES = True
 _ORDERS: dict[str, QueueOrder] = {
     "shortest_remaining": "shortest_remaining", "shortest_remaining_service": "shortest_remaining_service", "least_attained": "least_attained",
 }  # fmt: skip

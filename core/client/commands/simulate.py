@@ -44,7 +44,8 @@ def simulate(
         known = "\n".join(f"  {name:<8} {text}" for name, (_, text) in protocols.PROTOCOLS.items())
         raise click.UsageError(f'There is no protocol "{protocol}". There are:\n{known}')
     module = protocols.protocol(protocol)
-    unknown = [name for name in policy.split(",") if name not in module.POLICIES] if policy else []
+    chosen = policy.split(",") if getattr(module, "COMPARES", False) else [policy]
+    unknown = [name for name in chosen if policy and name not in module.POLICIES]
     if unknown:
         known = "\n".join(f"  {name:<12} {text}" for name, text in module.POLICIES.items())
         raise click.UsageError(f'There is no policy "{unknown[0]}" for the protocol {protocol}. There are:\n{known}')
