@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from gangline.chaos.sim import planted as planted_bugs
+from gangline.chaos.sim.planted import planted
 from gangline.chaos.sim.play import Outcome, play
 from gangline.chaos.sim.scenario import scenario_of
 from gangline.core.telemetry import Telemetry, setup
@@ -44,8 +44,9 @@ def _telemetry() -> Telemetry:
 
 def carry_out(order: Order, level: str = "error", trace: bool = False) -> Outcome:
     """Play one run in this process."""
-    with planted_bugs.planted(order.planted):
-        return play(order.seed, scenario_of(order.mix, order.seed, order.nodes), _telemetry(), only=order.only, level=level, trace=trace)
+    scenario = scenario_of(order.mix, order.seed, order.nodes)
+    mistake = functools.partial(planted, order.planted)
+    return play(order.seed, scenario, _telemetry(), only=order.only, level=level, trace=trace, mistake=mistake)
 
 
 def carry_out_all(orders: list[Order], processes: int = 0) -> Iterator[tuple[Order, Outcome]]:

@@ -9,7 +9,8 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,6 @@ from gangline.chaos.checker import NodeView, RankLife, check, entries_of
 from gangline.chaos.sim import invariants
 from gangline.chaos.sim.adversary import FAULTS
 from gangline.chaos.sim.loop import SimLoop
-from gangline.chaos.sim.planted import replaced
 from gangline.chaos.sim.scenario import Plan, Scenario, plan
 from gangline.chaos.sim.world import World
 from gangline.core.model.codec import BadFrame, decode_frame
@@ -38,6 +38,8 @@ from gangline.nodeagent import liveness
 
 #: lines of the schedulers that none of them may write, whatever happens
 NEVER = ("illegal_event", "policy_error", "policy_does_not_settle")
+#: in one of so many runs all decisions are taken again (S14, S15), which takes twice as long as all the rest
+_DECISIONS_AGAIN = 4
 #: violations that are told of one run
 _TOLD = 20
 
@@ -66,11 +68,12 @@ def plan_of(seed: int, scenario: Scenario) -> Plan:
 
 
 def play(
-    seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset[str] | None = None, level: str = "error", trace: bool = False
-) -> Outcome:
+    seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset[str] | None = None, level: str = "error", trace: bool = False,
+    mistake: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Outcome:  # fmt: skip
     """Play one seed, with nothing but the parts `only` of its plan. Never raises for what goes wrong in it: see `Outcome.violations`.
 
-    `level` is that of the schedulers' logs.
+    `level` is that of the schedulers' logs. `mistake` is made while the cluster runs, and not when it is judged.
     """
     whole = plan_of(seed, scenario).only(only)
     violations: list[str] = []
@@ -87,9 +90,10 @@ def play(
                 world.tracing = []
             with contextlib.ExitStack() as patches:
                 for owner, name, value in _surroundings(world):
-                    patches.enter_context(replaced(owner, name, value))
+                    patches.enter_context(_replaced(owner, name, value))
                 try:
-                    await world.run()
+                    with mistake():
+                        await world.run()
                     violations.extend(await _judge(world, settled=True))
                 except asyncio.CancelledError:
                     raise
@@ -134,6 +138,16 @@ def _surroundings(world: World) -> Iterator[tuple[Any, str, Any]]:
     yield candidate, "is_gone", lambda other, me: world.is_gone(other.pid)
 
 
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    there = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, there)
+
+
 # ---------------------------------------------------------------- what must be true
 
 
@@ -151,9 +165,15 @@ async def _judge(world: World, *, settled: bool) -> list[str]:
         entries_of(raw), _lives(world), world.history, _views(world, end_ms) if whole else None, end_ms if whole else None,
         snapshots=await _snapshots(world) if whole else None,
         replicas={name: (s.index, state_digest(s)) for name, s in states.items()} if whole else None,
+        decisions=world.seed % _DECISIONS_AGAIN == 0,
     ):  # fmt: skip
         found.append(str(violation))
     found += _invariants(raw)
+    for index, data, revision in raw:
+        with contextlib.suppress(BadFrame):
+            epoch = decode_frame(data, index, None).epoch
+            if epoch != world.owners[index]:
+                found.append(f"S2 entry {index} of epoch {epoch} was written at revision {revision}, when epoch {world.owners[index]} led")
     try:
         invariants.check_runs([r for n in world.nodes.values() for r in n.runs])
     except invariants.Violation as e:

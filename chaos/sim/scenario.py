@@ -27,17 +27,24 @@ class Scenario(msgspec.Struct, frozen=True):
     queues: bool = False
     #: share of runs in which one node or scheduler is never heard again, or never hears again, faults being over or not
     lasting: float = 0.15
+    #: names of faults (adversary.py); empty: all that there are
+    faults: tuple[str, ...] = ()
 
 
 MIXES: dict[str, Scenario] = {
     "small": Scenario(schedulers=2, nodes=3, jobs=5, duration_s=40.0, pace_s=2.5, conditional=0.2),
+    "cuts": Scenario(
+        schedulers=3, nodes=3, jobs=5, duration_s=40.0, pace_s=1.5,
+        faults=("cut_node", "cut_node", "cut_leader", "pause_leader", "delete_election", "outage", "kill_agent", "cut_scheduler_at_any_await"),
+    ),
+    "tenants": Scenario(schedulers=2, nodes=3, jobs=6, duration_s=40.0, pace_s=4.0, queues=True),
     "plain": Scenario(),
     "queues": Scenario(jobs=20, queues=True),
     "arrays": Scenario(jobs=16, conditional=0.7),
     "wide": Scenario(schedulers=2, nodes=12, jobs=60, pace_s=12.0, ambiguous=0.01, watch_trouble=0.0),
-}
+}  # fmt: skip
 #: "mixed" plays these in turn, seed by seed
-TURNS = ("small", "queues", "small", "plain", "small", "arrays")
+TURNS = ("small", "tenants", "cuts", "plain", "small", "tenants", "cuts", "queues", "small", "arrays")
 
 
 def scenario_of(mix: str, seed: int, nodes: int = 0) -> Scenario:
@@ -83,7 +90,7 @@ def plan(seed: int, scenario: Scenario, faults: list[str]) -> Plan:
     planned: list[Planned] = []
     at_s = rng.expovariate(1 / scenario.pace_s)
     while at_s < scenario.duration_s:
-        planned.append(Planned(f"f{len(planned)}", at_s, rng.choice(faults)))
+        planned.append(Planned(f"f{len(planned)}", at_s, rng.choice(scenario.faults or faults)))
         at_s += rng.expovariate(1 / scenario.pace_s)
     standing = [s for s in STANDING if s == "noise" or (scenario.queues and s in ("queues", "reservations"))]
     if rng.random() < scenario.lasting:

@@ -119,6 +119,9 @@ class World:
         #: every frame of the log as it was appended: index → (bytes, revision)
         self.frames: dict[int, tuple[bytes, int]] = {}
         self.overwritten: list[int] = []
+        #: create revision of the election key now, 0 while there is none; and when each frame was appended
+        self._owner = 0
+        self.owners: dict[int, int] = {}
         self.ending = False
         self.healed_at = 0.0
         self.ended_at = 0.0
@@ -153,6 +156,9 @@ class World:
                 if index in self.frames:
                     self.overwritten.append(index)
                 self.frames[index] = (kv.value, revision)
+                self.owners[index] = self._owner
+            elif kv.key == self.keys.leader:
+                self._owner = kv.create_revision if event.kind == "put" else 0
 
     def background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Start something that nobody waits for."""

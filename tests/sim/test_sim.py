@@ -20,7 +20,7 @@ from gangline.chaos.sim.shrink import shrink
 from gangline.core.model.gpushares import GpuShare, MigSlice
 
 #: seeds that once found something, with what it was
-FOUND = {"small": (6, 11), "plain": (3,)}
+FOUND = {"small": (6, 11), "cuts": (1,)}
 
 
 def test_faults_break_nothing_and_after_them_everything_ends() -> None:
