@@ -17,13 +17,15 @@ from gangline.chaos.sim.scenario import MIXES
 @click.option("--mix", default="mixed", show_default=True, type=click.Choice(["mixed", *MIXES]), help="What each run has; mixed: all in turn.")
 @click.option("--only", default="", metavar="PARTS", help="Nothing but these parts of the plan, as a shrunk seed names them.")
 @click.option("--planted", default="", metavar="MISTAKE", help="With a known mistake, to see that it is found; 'list' names them.")
+@click.option("--decisions", is_flag=True, help="Take all decisions again, with the same and with other clocks (S14, S15): three times as long.")
 @click.option("--processes", default=0, type=click.IntRange(0, 256), help="Processes to play in [one for each core].")
 @click.option("--shrink/--no-shrink", default=True, show_default=True, help="Make the first failing seed small.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the story, log and trace of each failing seed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def sim(
-    seeds: int, start: int, nodes: int, mix: str, only: str, planted: str, processes: int, shrink: bool, out: Path | None, as_json: bool
-) -> None:
+    seeds: int, start: int, nodes: int, mix: str, only: str, planted: str, decisions: bool, processes: int, shrink: bool, out: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Play a whole cluster on simulated time, with faults, and check S1 to S16.
 
     The same seed of the same code gives the same run, byte for byte: `trace` is a digest of every commit. Ends with status 1 when something
@@ -40,7 +42,7 @@ def sim(
         raise click.BadParameter(f"no such mistake: {planted}; --planted list names them", param_hint="--planted")
     parts = frozenset(only.split(",")) if only else None
     total, first = Total(), None
-    for order, outcome in carry_out_all([Order(seed, mix, nodes, parts, planted) for seed in range(start, start + seeds)], processes):
+    for order, outcome in carry_out_all([Order(seed, mix, nodes, parts, planted, decisions) for seed in range(start, start + seeds)], processes):
         total.add(order, outcome)
         if outcome.violations:
             first = first or (order, outcome)

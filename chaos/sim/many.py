@@ -28,13 +28,16 @@ class Order(msgspec.Struct, frozen=True):
     nodes: int = 0
     only: frozenset[str] | None = None
     planted: str = ""
+    #: take all decisions again, S14 and S15
+    decisions: bool = False
 
     def command(self) -> str:
         """Return the command that repeats it."""
         nodes = f" --nodes {self.nodes}" if self.nodes else ""
         planted = f" --planted {self.planted}" if self.planted else ""
         only = f" --only {','.join(sorted(self.only))}" if self.only is not None else ""
-        return f"gangline chaos sim --seeds 1 --start {self.seed} --mix {self.mix}{nodes}{planted}{only}"
+        decisions = " --decisions" if self.decisions else ""
+        return f"gangline chaos sim --seeds 1 --start {self.seed} --mix {self.mix}{nodes}{planted}{decisions}{only}"
 
 
 @functools.cache
@@ -46,7 +49,9 @@ def carry_out(order: Order, level: str = "error", trace: bool = False) -> Outcom
     """Play one run in this process."""
     scenario = scenario_of(order.mix, order.seed, order.nodes)
     mistake = functools.partial(planted, order.planted)
-    return play(order.seed, scenario, _telemetry(), only=order.only, level=level, trace=trace, mistake=mistake)
+    return play(
+        order.seed, scenario, _telemetry(), only=order.only, level=level, trace=trace, decisions=order.decisions, mistake=mistake
+    )
 
 
 def carry_out_all(orders: list[Order], processes: int = 0) -> Iterator[tuple[Order, Outcome]]:

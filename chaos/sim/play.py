@@ -38,8 +38,6 @@ from gangline.nodeagent import liveness
 
 #: lines of the schedulers that none of them may write, whatever happens
 NEVER = ("illegal_event", "policy_error", "policy_does_not_settle")
-#: in one of so many runs all decisions are taken again (S14, S15), which takes twice as long as all the rest
-_DECISIONS_AGAIN = 4
 #: violations that are told of one run
 _TOLD = 20
 
@@ -69,11 +67,12 @@ def plan_of(seed: int, scenario: Scenario) -> Plan:
 
 def play(
     seed: int, scenario: Scenario, telemetry: Telemetry, *, only: frozenset[str] | None = None, level: str = "error", trace: bool = False,
-    mistake: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    decisions: bool = False, mistake: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Outcome:  # fmt: skip
     """Play one seed, with nothing but the parts `only` of its plan. Never raises for what goes wrong in it: see `Outcome.violations`.
 
     `level` is that of the schedulers' logs. `mistake` is made while the cluster runs, and not when it is judged.
+    `decisions`: all decisions are taken again (S14, S15), which takes twice as long as all the rest.
     """
     whole = plan_of(seed, scenario).only(only)
     violations: list[str] = []
@@ -94,12 +93,12 @@ def play(
                 try:
                     with mistake():
                         await world.run()
-                    violations.extend(await _judge(world, settled=True))
+                    violations.extend(await _judge(world, settled=True, decisions=decisions))
                 except asyncio.CancelledError:
                     raise
                 except Exception as e:  # noqa: BLE001 - whatever it is, it is what this run has found
                     violations.append(_words(e))
-                    violations.extend(await _judge(world, settled=False))
+                    violations.extend(await _judge(world, settled=False, decisions=decisions))
                 finally:
                     world.end()
 
@@ -151,7 +150,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 # ---------------------------------------------------------------- what must be true
 
 
-async def _judge(world: World, *, settled: bool) -> list[str]:
+async def _judge(world: World, *, settled: bool, decisions: bool) -> list[str]:
     """Return what is violated in a world after its run; `settled`: it has come to rest."""
     world.ended_at = world.loop.time()
     found = [f"S1 frame {index} was overwritten" for index in world.overwritten]
@@ -165,7 +164,7 @@ async def _judge(world: World, *, settled: bool) -> list[str]:
         entries_of(raw), _lives(world), world.history, _views(world, end_ms) if whole else None, end_ms if whole else None,
         snapshots=await _snapshots(world) if whole else None,
         replicas={name: (s.index, state_digest(s)) for name, s in states.items()} if whole else None,
-        decisions=world.seed % _DECISIONS_AGAIN == 0,
+        decisions=decisions,
     ):  # fmt: skip
         found.append(str(violation))
     found += _invariants(raw)
