@@ -32,6 +32,7 @@ WITHIN = {
 _ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(900)  # processor time of up to 15 s, on a machine that may be busy
 @pytest.mark.parametrize("name", WITHIN)
 def test_a_planted_mistake_is_found(name: str) -> None:
     mix, seeds, assertions = WITHIN[name]
