@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from gangline.nodeagent import nvmlmig
+from gangline.nodeagent import kernel, nvmlmig
 from gangline.nodeagent.gpudata import (
     HEAD_BYTES,
     MESSAGE_BYTES_MAX,
@@ -116,6 +116,8 @@ class Server:
 def main() -> None:
     """Serve on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us
+    kernel.die_with_parent(signal.SIGKILL)  # also while the driver hangs and nobody reads the socket
+    kernel.set_name("gl-gpus")
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as sock:
         sock.setblocking(True)
         Server(sock).run()

@@ -147,8 +147,9 @@ class GpuWatch:
         self._wake.set()  # an ECC error or a lost GPU shows in the figures
 
     def minors(self) -> dict[int, int]:
-        """Return N of /dev/nvidiaN by index of the GPU, of those of which it is known."""
-        return {g.index: f.minor for g in self.inventory.gpus if (f := self.facts.get(g.uuid)) is not None and f.minor >= 0}
+        """Return N of /dev/nvidiaN by index of the GPU, of those of which it is known, also from an earlier agent."""
+        known = self._memory.minors
+        return {g.index: known[g.uuid] for g in self.inventory.gpus if known.get(g.uuid, -1) >= 0}
 
     async def open(self) -> None:
         """Take the GPUs that are remembered of this boot; without such, wait a little for the driver."""
@@ -238,7 +239,9 @@ class GpuWatch:
         self._version, self._unreachable, self._unknown = facts.driver, facts.unreachable, ""
         gpus = settle(self._memory.gpus, facts.gpus, same_boot=self._same_boot)
         self._settled = True
+        self._saved = False
         for f in facts.gpus:
+            self._memory.minors[f.uuid] = f.minor
             self._memory.nvlinks[f.uuid] = max(self._memory.nvlinks.get(f.uuid, 0), f.nvlinks)
         if [(g.uuid, g.index) for g in gpus] != [(g.uuid, g.index) for g in self._memory.gpus] and self._memory.gpus:
             self._log.warning("gpus_changed", before=[g.uuid for g in self._memory.gpus], now=[g.uuid for g in gpus])

@@ -30,6 +30,8 @@ class Memory(msgspec.Struct, omit_defaults=True):
     xids: dict[str, dict[int, tuple[int, int]]] = {}
     #: UUID → NVLinks that were up when most of them were
     nvlinks: dict[str, int] = {}
+    #: UUID → N of /dev/nvidiaN
+    minors: dict[str, int] = {}
     #: as reported last: what the next agent says until it has looked
     reports: tuple[GpuReport, ...] = ()
     driver: DriverReport | None = None

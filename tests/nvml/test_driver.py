@@ -188,6 +188,7 @@ async def test_row_67_an_agent_that_starts_while_the_driver_hangs(stub: Any, wat
     watch = await watching()
     assert time.monotonic() - begun < 3.0
     assert len(watch.inventory.gpus) == 8
+    assert watch.minors() == {i: i for i in range(8)}
     await until(lambda: watch.driver is not None)
     assert usable(watch) == []
 

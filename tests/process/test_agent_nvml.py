@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -9,13 +10,14 @@ import signal
 import stat
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_agent import World, alive, gang
 
+from gangline.chaos.injector import process_table
 from gangline.core.model.documents import DesiredGang, DesiredRank, Observed, Registration
 from gangline.core.model.gpushares import GpuShare, MigSlice
 from gangline.nodeagent import cgroups
@@ -71,6 +73,16 @@ async def observed(world: World, is_so: Callable[[Observed], object]) -> Observe
     return found
 
 
+def asking(agent: int) -> list[int]:
+    """Pids of what asks the driver for an agent."""
+    found = []
+    for process, parent in process_table().items():
+        with contextlib.suppress(OSError):
+            if parent == agent and Path(f"/proc/{process.pid}/comm").read_text().strip() == "gl-gpus":
+                found.append(process.pid)
+    return found
+
+
 def metrics(seen: Registration) -> dict[str, float]:
     """The samples of /metrics, with what is in braces left out."""
     with urllib.request.urlopen(f"{seen.agent_url}/metrics", timeout=10) as answer:
@@ -83,7 +95,9 @@ def metrics(seen: Registration) -> dict[str, float]:
     return found
 
 
-async def test_row_67_a_driver_that_hangs_costs_no_lease_and_no_rank(world: World, stub: Any) -> None:
+async def test_row_67_a_driver_that_hangs_costs_no_lease_and_no_rank(
+    world: World, stub: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
     """The lease lives 8 s, the driver is waited for 10 s, and nobody is fenced meanwhile."""
     await world.submit("j", "echo $CUDA_VISIBLE_DEVICES; exec sleep 600")
     start(world)
@@ -104,8 +118,11 @@ async def test_row_67_a_driver_that_hangs_costs_no_lease_and_no_rank(world: Worl
     await world.desire(gang(2), DesiredGang("new", 1, "run", (DesiredRank(0, 0, (3,), 1),), 1, 0, 1))
     await observed(world, lambda o: any(g.job == "new" and "not healthy" in g.message for g in o.gangs))
     # An agent that starts now adopts the ranks, while the driver still hangs.
+    await eventually(lambda: asking(world.agents[0].pid))
+    left = asking(world.agents[0].pid)
     world.agents[0].send_signal(signal.SIGKILL)
     world.agents[0].wait()
+    await eventually(lambda: not any(alive(pid) for pid in left))  # nobody is left in the driver
     start(world)
     await registration(world, lambda r: r.agent_url != lost.agent_url)
     assert [r.pid for r in await world.until_ranks("running")] == [r.pid for r in ranks]
@@ -195,5 +212,5 @@ async def test_other_gpus_are_closed_to_a_rank(world: World, stub: Any) -> None:
         return lines if len(lines) == 4 else None
 
     said = [line.rpartition(": ")[2] for line in await world.until(printed)]
-    assert said[:2] + said[3:] == ["Operation not permitted"] * 3
-    assert said[2].startswith("No such device")
+    assert [line.startswith("Operation not permitted") for line in said] == [True, True, False, True], said
+    assert said[2].startswith("No such device"), said
