@@ -165,8 +165,8 @@ async def test_ranks_get_gpus_by_uuid_and_instances_as_decided(world: World, stu
     await world.until_ranks("running")
 
     async def printed() -> list[str] | None:
-        lines = [world.rank_log(rank=r).strip() for r in range(4)]
-        return lines if all(lines) else None
+        texts = [world.rank_log(rank=r) for r in range(4)]
+        return [text.strip() for text in texts] if all(text.endswith("\n") for text in texts) else None
 
     whole, half, one, three = await world.until(printed)
     assert (whole, half) == (f"{stub.uuid(0)} 81559", f"{stub.uuid(1)} 40779")
@@ -208,8 +208,8 @@ async def test_other_gpus_are_closed_to_a_rank(world: World, stub: Any) -> None:
     await world.until_ranks("running")
 
     async def printed() -> list[str] | None:
-        lines = world.rank_log().splitlines()
-        return lines if len(lines) == 4 else None
+        text = world.rank_log()
+        return text.splitlines() if text.count("\n") == 4 else None
 
     said = [line.rpartition(": ")[2] for line in await world.until(printed)]
     assert [line.startswith("Operation not permitted") for line in said] == [True, True, False, True], said
