@@ -18,6 +18,11 @@ from typing import Any
 import pytest
 
 from gangline.chaos import replaying
+from gangline.chaos.checker import examine
+from gangline.chaos.checker.history import NAME as HISTORY
+from gangline.chaos.checker.history import History
+from gangline.chaos.checker.report import TITLES
+from gangline.chaos.checker.sources import gather
 from gangline.core.client.api import Client
 from gangline.core.client.localcluster import LocalCluster
 from gangline.core.client.localcluster.process import start_time_of
@@ -44,11 +49,12 @@ class World:
         self.cluster = cluster
         self.out = out
         self.client: Client = cluster.client()
+        self.history = History(cluster.state_dir / HISTORY)
         job = {
             "gang": {"ranks": 4, "ranks_per_node": 2}, "resources": {"gpus": 1, "cpus": 0.1}, "command": ["sh", "-c", RANK, "rank", str(out)],
             "preemption": {"grace": "1s"},
         }  # fmt: skip
-        self.id: str = self.client.submit(job, "the gang").body["job"]
+        self.id: str = self.history.submit(self.client, job, "the gang").body["job"]
         self.generation = 1
         self.running(1)
 
@@ -65,8 +71,9 @@ class World:
     def writes(self, without: str = "") -> None:
         """The cluster decides: a job gets from submission to its end. The scheduler `without` is not asked: it would not answer."""
         client = Client([url for i, url in enumerate(self.cluster.urls, 1) if f"s{i}" != without])
-        answer = client.submit({"command": ["true"], "resources": {"cpus": 0.1}}, f"w{time.monotonic_ns()}")
+        answer = self.history.submit(client, {"command": ["true"], "resources": {"cpus": 0.1}}, f"w{time.monotonic_ns()}")
         job = answer.body["job"]
+        self.history.read(client, job, answer.index)
         wait_for(lambda: client.job(job, min_index=answer.index, wait_s=20).body["state"] == "finished", "a small job runs")
         client.close()
 
@@ -201,3 +208,13 @@ def test_the_log_is_the_truth_after_all_that(world: World) -> None:
         assert '"illegal_event"' not in said
         assert '"policy_error"' not in said
         assert "Traceback" not in said
+
+
+def test_the_checker_finds_that_all_was_kept(world: World) -> None:
+    """By the log, the archives, what agents and clients have written down, the nodes themselves, and the live schedulers."""
+    found = examine(**gather(str(world.cluster.state_dir))._asdict(), quiescent_after=time.time_ns() // 1_000_000 - 1_000)
+    assert found.violations == [], "\n".join(found.lines())
+    # No queues are declared.
+    assert [a for a in TITLES if found.status(a) == "not checked"] == ["S9"]
+    assert found.checked["S7"] > 5
+    assert found.checked["S12"] > 3
