@@ -5,6 +5,7 @@
     --policy    POLICIES below; several with commas are run one after another and compared
     --durations unknown, asked (what users asked for, where the trace has it) or known
     --by-queue  queues of the trace are queues, with quotas in proportion to what their jobs ask for in all; --half-life: the past counts
+    --failures  a preset of failures.py, or a number per 1,000 nodes and day; then --checkpoint and --write are seconds
     --overhead  seconds from a placement until the ranks work
 """
 
@@ -18,8 +19,9 @@ from typing import Any
 
 from gangline.core.model.queues import Amounts, QueueOrder, QueueSpec, Weights
 from gangline.core.model.units import format_duration
+from gangline.core.simulate.failures import PRESETS, Failures, best_interval_s, expected_ettr
 from gangline.core.simulate.formats.jobs import Trace, TraceJob, read
-from gangline.core.simulate.measures import Measures
+from gangline.core.simulate.measures import Measures, size_class
 from gangline.core.simulate.protocols import Asked, Result, Tick, Unusable
 from gangline.core.simulate.virtual import Setup, Virtual, shape
 
@@ -56,11 +58,13 @@ def run(asked: Asked, tick: Tick) -> Result:
     runs: list[tuple[str, Measures, dict[str, Any]]] = []
     for number, name in enumerate(names):
         measures = Measures(nodes)
-        virtual = Virtual(setup_of(name, trace, nodes, asked.options), measures)
+        virtual = Virtual(setup_of(name, trace, nodes, {"seed": asked.seed, **asked.options}), measures)
         began = time.process_time()
         total = len(trace.jobs)
         virtual.run(trace.jobs, _ticker(tick, number * total, len(names) * total))
         figures = measures.figures() | {"not_ended": len(virtual.running), "cpu_s": round(time.process_time() - began, 3)}
+        if virtual.setup.failures is not None:
+            figures |= {"ettr_by_formula": ettr_by_formula(trace, virtual.setup), "checkpoint_s": virtual.setup.checkpoint_s}
         if asked.options.get("by_queue"):
             figures["quotas"] = {queue.path: (queue.quota.gpus_milli or 0) // 1000 for queue in virtual.setup.queues}
         runs.append((name, measures, figures))
@@ -91,6 +95,10 @@ def lines_of(trace: Trace, nodes: tuple[int, ...], runs: list[tuple[str, Measure
     rows += [[name, *(_cell(key, figures[key]) for key, _ in _SHOWN)] for name, _, figures in runs]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     out += ["  ".join(c.ljust(width) if not at else c.rjust(widths[at]) for at, c in enumerate(row)).rstrip() for row in rows]
+    for name, _, figures in runs:
+        formula = figures.get("ettr_by_formula", {})
+        sizes = ", ".join(f"{size} GPUs {share:.3f} ({formula[size]:.3f})" for size, share in figures["ettr_by_size"].items() if size in formula)
+        out += [f"{name}: useful share of time, by size, and by the formula: {sizes}"] if sizes else []
     stuck = [(name, figures["not_ended"]) for name, _, figures in runs if figures["not_ended"]]
     out += [f"{name}: {count} jobs have not ended: nothing was left that could happen" for name, count in stuck]
     return out
@@ -159,10 +167,50 @@ def setup_of(name: str, trace: Trace, nodes: tuple[int, ...], options: Mapping[s
     queues = queues_of(trace, sum(nodes), half_life_s) if by_queue else (QueueSpec("default"),)
     if order is not None:
         queues = tuple(_ordered(queue, order, quantum_s) for queue in queues)
-    setup = Setup(nodes, queues, by_queue, durations=durations, overhead_s=float(options.get("overhead_s", 30.0)))
+    failures, interval_s, write_s = failing(trace, nodes, options)
+    setup = Setup(
+        nodes, queues, by_queue, durations=durations if failures is None else "unknown", overhead_s=float(options.get("overhead_s", 30.0)),
+        failures=failures, checkpoint_s=interval_s, write_s=write_s,
+    )  # fmt: skip
     if name == "fifo":
         return replace(setup, one_at_a_time=True, preemptible=by_queue)
     return replace(setup, reservations=_RESERVATIONS.get(name, setup.reservations))
+
+
+def failing(trace: Trace, nodes: tuple[int, ...], options: Mapping[str, Any]) -> tuple[Failures | None, float, float]:
+    """Return how nodes fail, the interval of checkpoints, and how long one takes; the best interval of the largest job if none is given."""
+    word = str(options.get("failures") or "")
+    if not word:
+        return None, 0.0, 0.0
+    try:
+        rate = PRESETS[word] if word in PRESETS else float(word)
+    except ValueError:
+        raise Unusable(f'--failures is one of {", ".join(PRESETS)}, or a number per 1,000 nodes and day, not "{word}".') from None
+    if not 0 < rate < 1e6:
+        raise Unusable("--failures must be more than 0 and less than 1,000,000 per 1,000 nodes and day.")
+    write_s = float(options.get("write_s") or 0.0)
+    on = -(-max(job.gpus for job in trace.jobs) // max(nodes))
+    interval_s = float(options.get("checkpoint_s") or 0.0) or best_interval_s(max(write_s, 1.0), mean_time_s(on, rate))
+    return Failures(rate, int(options.get("seed") or 0)), interval_s, write_s
+
+
+def mean_time_s(nodes: int, per_1000_node_days: float) -> float:
+    """Return the mean time between failures of a job on so many nodes."""
+    return 86_400_000.0 / (nodes * per_1000_node_days)
+
+
+def ettr_by_formula(trace: Trace, setup: Setup) -> dict[str, float]:
+    """Return by size class what the formula of failures.py says of the largest job there, with no time spent in the queue after a failure."""
+    if setup.failures is None:
+        return {}
+    largest: dict[str, int] = {}
+    for job in trace.jobs:
+        largest[size_class(job.gpus)] = max(largest.get(size_class(job.gpus), 0), job.gpus)
+    rate, per_node = setup.failures.per_1000_node_days, max(setup.nodes)
+    return {
+        size: expected_ettr(setup.checkpoint_s, setup.write_s, mean_time_s(-(-gpus // per_node), rate), setup.overhead_s)
+        for size, gpus in largest.items()
+    }  # fmt: skip
 
 
 def _ordered(queue: QueueSpec, order: QueueOrder, quantum_s: float | None) -> QueueSpec:

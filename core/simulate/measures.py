@@ -21,7 +21,7 @@ _SHORT_S = 10.0
 #: points of a line in time: when there are twice as many, every second one goes
 POINTS = 600
 #: sizes of jobs that are told apart: up to so many GPUs
-SIZES = (1, 4, 8, 16, 64, 512)
+SIZES = (1, 4, 8, 16, 64, 512, 4_096, 65_536)
 
 
 def size_class(gpus: int) -> str:
@@ -86,6 +86,8 @@ class Measures(Observer):
         self.of_queue: dict[str, Line] = {}
         self._held: dict[str, int] = {}
         self.evictions: dict[str, int] = {}
+        #: of each job: GPUs, its duration, and the time from its first placement to its end
+        self.useful: list[tuple[int, float, float]] = []
         self.starts = self.cut_off = 0
         self.last_s = 0.0
         #: longest time from a submission to the first placement, by size class
@@ -121,6 +123,8 @@ class Measures(Observer):
         self.sizes.append(job.trace.gpus)
         self.queue_of.append(job.trace.queue)
         self.cut_off += not done
+        if job.first_ms:
+            self.useful.append((job.trace.gpus, job.trace.duration_s, at_s - (job.first_ms - ZERO_MS) / 1000))
         self.last_s = max(self.last_s, at_s)
 
     def moment(self, at_s: float, state: State) -> None:
@@ -179,11 +183,22 @@ class Measures(Observer):
             "fragmentation": self.fragmentation.total() / (self.gpus * span) if self.gpus else 0.0,
             "fairness": sum(speeds) ** 2 / (count * sum(s * s for s in speeds)) if count else 1.0,
             "preemptions": sum(self.evictions.values()),
+            "losses": dict(sorted(self.evictions.items())),
+            "ettr_by_size": self._ettr(),
             "starts_per_job": self.starts / count if count else 0.0,
             "waits_by_size": {size: _waits(by_size[size]) for size in sorted(by_size, key=_size_order)},
             "waits_by_queue": {queue: _waits(some) for queue, some in sorted(by_queue.items())},
             "longest_first_wait_s": {s: self.longest_first_wait_s[s] for s in sorted(self.longest_first_wait_s, key=_size_order)},
         }
+
+    def _ettr(self) -> dict[str, float]:
+        """Return useful time over the time from the first placement to the end, by size class, weighted by GPU time."""
+        sums: dict[str, list[float]] = {}
+        for gpus, duration, took in self.useful:
+            found = sums.setdefault(size_class(gpus), [0.0, 0.0])
+            found[0] += gpus * duration
+            found[1] += gpus * took
+        return {size: sums[size][0] / sums[size][1] for size in sorted(sums, key=_size_order) if sums[size][1]}
 
     def map(self) -> list[tuple[str, int, list[tuple[str, int]]]]:
         """Return (node, GPUs, [(job, GPUs)]) at the moment when most jobs waited, or at the first that anything was placed."""

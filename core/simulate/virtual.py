@@ -28,6 +28,7 @@ from gangline.core.model.spec import Gang, JobSpec, Preemption, Resources
 from gangline.core.model.state import Job, State
 from gangline.core.policy.decide import attend_to_all, decide, settle, wake
 from gangline.core.policy.mirror import PRODUCTION, Mirror
+from gangline.core.simulate.failures import Failure, Failures
 from gangline.core.simulate.formats.jobs import TraceJob
 
 #: log time of the trace's zero
@@ -60,18 +61,24 @@ class Setup:
     durations: str = "unknown"
     #: whether anybody may be asked to leave
     preemptible: bool = True
+    #: nodes and ranks fail; a job writes a checkpoint this often, and stands still for so long while it does; 0: it never loses anything
+    failures: Failures | None = None
+    checkpoint_s: float = 0.0
+    write_s: float = 0.0
 
 
 class Running:
     """One job of the trace that was submitted and has not ended."""
 
-    __slots__ = ("generation", "left_ms", "place", "started_ms", "starts", "submit_ms", "trace")
+    __slots__ = ("first_ms", "generation", "left_ms", "place", "started_ms", "starts", "submit_ms", "trace")
 
     def __init__(self, trace: TraceJob, submit_ms: int) -> None:
         self.trace = trace
         self.submit_ms = submit_ms
         self.left_ms = max(1, round(trace.duration_s * 1000))
         self.started_ms = 0
+        #: when it had its first placement
+        self.first_ms = 0
         self.starts = 0
         self.generation = 0
         #: (node, GPUs), of the present placement
@@ -112,6 +119,10 @@ class Virtual:
         self.state.scratch.mirror = Mirror(replace(PRODUCTION, reservations=setup.reservations))
         self._per_node = max(setup.nodes, default=1)
         self._specs: dict[tuple[object, ...], JobSpec] = {}
+        #: wall time of a unit of work, with the writing of checkpoints
+        self._stretch = 1 + setup.write_s / setup.checkpoint_s if setup.checkpoint_s else 1.0
+        self._failures = setup.failures.drawn(len(setup.nodes)) if setup.failures is not None else iter(())
+        self._next_failure: Failure | None = next(self._failures, None)
         self._fold([ev.LeaderElected(scheduler="simulation")], epoch=1)
         for number, gpus in enumerate(setup.nodes):
             self._fold([ev.NodeJoined(registration=_registration(number, gpus))])
@@ -144,6 +155,7 @@ class Virtual:
             held_back = self.setup.one_at_a_time and bool(self.state.queue)
             if held_back:
                 submit_ms = None
+            self._fail_later()
             ahead = [at for at in (submit_ms, self._agenda[0][0] if self._agenda else None, due) if at is not None]
             if not ahead:
                 break
@@ -200,6 +212,10 @@ class Virtual:
             self._asked_to_leave(self.state.jobs[decision.job])
         elif isinstance(decision, ev.GangRequeued):
             self._left(decision.job, decision.cause)
+        elif isinstance(decision, ev.GangRestarting):
+            running = self.running[decision.job]
+            self.watch.left(self._seconds(), running, decision.cause)
+            running.place = ()
         elif isinstance(decision, ev.GangFinished):
             self._over(decision)
 
@@ -208,6 +224,7 @@ class Virtual:
         running.generation = decision.generation
         running.place = tuple((part.node, sum(len(r.gpus) for r in part.ranks)) for part in decision.parts)
         running.starts += 1
+        running.first_ms = running.first_ms or self.now_ms
         self.watch.placed(self._seconds(), running)
         if len(decision.parts) > 1:
             self._fold([ev.NodePrepared(job=job.id, generation=decision.generation, node=part.node, port=1) for part in decision.parts])
@@ -223,7 +240,7 @@ class Virtual:
         ])  # fmt: skip
         running = self.running[job_id]
         running.started_ms = self.now_ms
-        self._later(self.now_ms + running.left_ms, self._end, job_id, generation)
+        self._later(self.now_ms + round(running.left_ms * self._stretch), self._end, job_id, generation)
 
     def _end(self, job_id: str, generation: int) -> None:
         job = self.state.jobs.get(job_id)
@@ -239,9 +256,58 @@ class Virtual:
         """It saves all of its work at once."""
         running = self.running[job.id]
         if running.started_ms:
-            running.left_ms = max(1, running.left_ms - (self.now_ms - running.started_ms))
+            running.left_ms = max(1, running.left_ms - round((self.now_ms - running.started_ms) / self._stretch))
             running.started_ms = 0
         self._fold([ev.StopAcknowledged(job=job.id, generation=job.generation, node=node) for node in job.parts])
+
+    # ---------------------------------------------------------------- what fails
+
+    def _fail_later(self) -> None:
+        """Have the next failure on the agenda, as long as there is anything that could fail."""
+        failure = self._next_failure
+        if failure is None or not self.running:
+            return
+        at_ms = max(self.now_ms, ZERO_MS + round((failure.at_s + failure.seen_s) * 1000))
+        self._next_failure = None
+
+        def fail(_job: str, _generation: int) -> None:
+            self._next_failure = next(self._failures, None)
+            self._fail(failure)
+
+        self._later(at_ms, fail, "", 0)
+
+    def _fail(self, failure: Failure) -> None:
+        """A failure is noticed: the ranks on the node are gone, and what they have not saved by the time at which it happened."""
+        name = f"n{failure.node:05d}"
+        node = self.state.nodes[name]
+        if node.status != "up":
+            return
+        for job_id in node.holdings:
+            self._lose(self.running[job_id], failure.seen_s)
+        if failure.away:
+            self._fold([ev.NodeLost(node=name, cause=failure.kind, message=failure.kind, proven=True)])
+            again = node.registration
+            self._later(self.now_ms + round(failure.repair_s * 1000), lambda _j, _g: self._fold([ev.NodeJoined(registration=again)]), "", 0)
+            return
+        for job_id in list(node.holdings):
+            job = self.state.jobs[job_id]
+            if job.state == "running":
+                generation = job.generation
+                self._fold([
+                    ev.RanksExited(job=job_id, node=n, exits=tuple(ev.RankExit(r, generation, -9, "lost", failure.kind) for r in part.ranks))
+                    for n, part in job.parts.items()
+                ])  # fmt: skip
+
+    def _lose(self, running: Running, unnoticed_s: float) -> None:
+        """What a job has done counts up to the last checkpoint before it failed."""
+        if not running.started_ms:
+            return
+        worked_s = max(0.0, (self.now_ms - running.started_ms) / 1000 - unnoticed_s)
+        saved_s = worked_s
+        if self.setup.checkpoint_s:
+            saved_s = worked_s // (self.setup.checkpoint_s + self.setup.write_s) * self.setup.checkpoint_s
+        running.left_ms = max(1, running.left_ms - round(saved_s * 1000))
+        running.started_ms = 0
 
     def _left(self, job_id: str, cause: str) -> None:
         running = self.running[job_id]

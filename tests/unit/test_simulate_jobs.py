@@ -17,6 +17,7 @@ from gangline.core.client.commands.simulate import simulate
 from gangline.core.model.queues import QueueSpec
 from gangline.core.simulate import jobs as protocol
 from gangline.core.simulate import svg
+from gangline.core.simulate.failures import Failures, best_interval_s, expected_ettr
 from gangline.core.simulate.formats.jobs import Trace, TraceJob, read
 from gangline.core.simulate.measures import Line, Measures, percentile, size_class
 from gangline.core.simulate.protocols import Asked, Unusable
@@ -198,7 +199,7 @@ def test_a_line_keeps_a_bounded_number_of_points_and_its_sum() -> None:
 def test_percentiles_and_classes() -> None:
     assert [percentile(range(1, 101), p) for p in (1, 50, 99, 100)] == [1, 50, 99, 100]
     assert percentile([], 50) == 0
-    assert [size_class(n) for n in (1, 2, 8, 9, 513)] == ["1", "2-4", "5-8", "9-16", "513+"]
+    assert [size_class(n) for n in (1, 2, 8, 9, 513, 70_000)] == ["1", "2-4", "5-8", "9-16", "513-4096", "65537+"]
 
 
 # ---------------------------------------------------------------- the protocol
@@ -238,3 +239,25 @@ def test_axes_have_round_values() -> None:
     assert svg.ticks(10, 5) == [0, 2, 4, 6, 8, 10]
     assert svg.ticks(0.93, 4) == pytest.approx([0, 0.5])
     assert svg.number(12_345) == "12.3k"
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_useful_time_under_failures_is_what_the_formula_says() -> None:
+    failures = Failures(300.0, seed=7)
+    mean_s = protocol.mean_time_s(4, 300.0)
+    jobs = [TraceJob(str(n), n * 5_000_000.0, 3_000_000.0, 32) for n in range(2)]
+    found = play(jobs, (8,) * 24, failures=failures, checkpoint_s=3_600.0, write_s=60.0, overhead_s=60.0)
+    assert sum(found.evictions.values()) > 30, "enough of them to compare"
+    share = found.figures()["ettr_by_size"]["17-64"]
+    # Silent corruption and hangs are noticed late, for which the formula has no word.
+    assert share == pytest.approx(expected_ettr(3_600.0, 60.0, mean_s, 60.0), abs=0.05)
+    assert {"node_lost", "rank_failed"} <= set(found.evictions)
+
+
+def test_the_formula_has_the_figures_of_the_literature() -> None:
+    mean_s = protocol.mean_time_s(2_048, 3.789)
+    interval = best_interval_s(60.0, mean_s)
+    assert (interval + 60.0) == pytest.approx(1_156, abs=2)
+    assert expected_ettr(interval + 60.0, 60.0, mean_s, 300.0) == pytest.approx(0.881, abs=0.002)

@@ -30,6 +30,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--by-queue", is_flag=True, help="Queues of the trace are queues, with quotas by what their jobs ask for in all.")
 @click.option("--half-life", default=0.0, type=click.FloatRange(0), metavar="SECONDS", help="With --by-queue, half-life of past usage.")
 @click.option("--overhead", default=30.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS", help="Until ranks work.")
+@click.option("--failures", default="", metavar="RATE", help="Nodes fail: llama3, rsc1, rsc2, young, or a number per 1,000 nodes and day.")
+@click.option("--checkpoint", default=0.0, type=click.FloatRange(0), metavar="SECONDS", help="Interval of checkpoints; 0: the best one.")
+@click.option("--write", default=60.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS", help="Standstill for a checkpoint.")
 @click.option("--report", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE.html", help="Write a report with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
@@ -49,7 +52,8 @@ def simulate(
     if unknown:
         known = "\n".join(f"  {name:<12} {text}" for name, text in module.POLICIES.items())
         raise click.UsageError(f'There is no policy "{unknown[0]}" for the protocol {protocol}. There are:\n{known}')
-    given = {"half_life_s": options.pop("half_life"), "overhead_s": options.pop("overhead"), "report": report is not None, **options}
+    seconds = {f"{name}_s": options.pop(name) for name in ("half_life", "overhead", "checkpoint", "write")}
+    given = {"report": report is not None, **seconds, **options}
     bar = _Bar(quiet)
     try:
         result = module.run(protocols.Asked(tasks, nodes, seed, policy, given), bar.tick)
