@@ -48,6 +48,10 @@ bench: ## Measure
 	@.ci/etcd
 	$(BIN)/python -m gangline.benchmarks $(ARGS)
 
+bench-traces: ## Replay traces with published results: make bench-traces ARGS=DIRECTORY
+	@.ci/setup dev
+	$(BIN)/python -m gangline.benchmarks.traces $(ARGS)
+
 wheel: ## Build the wheel into dist/
 	@.ci/setup dev
 	$(BIN)/python -m build --wheel
