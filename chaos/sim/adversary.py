@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 _Action = Literal["drain", "undrain", "cordon", "uncordon", "confirm_dead"]
 
-#: no fault heals later than this after it began
-LONGEST_S = 30.0
 #: suspensions of a process within which it is cut, where it is cut "at any await"
 _STEPS = 400
 
@@ -55,7 +53,7 @@ class Adversary:
             (faults.mute if how == "mute" else faults.deaf).add(host.store.name if host is not None else name)
 
     def _later(self, s: float, do: Callable[[], object]) -> None:
-        self.world.loop.call_later(s, do)
+        self.world.later(s, do)
 
     def _node(self) -> SimNode:
         return self.world.nodes[self.rng.choice(sorted(self.world.nodes))]

@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import io
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ import msgspec
 
 from gangline.chaos.checker import Operation
 from gangline.chaos.sim import workload
-from gangline.chaos.sim.adversary import LONGEST_S, Adversary
+from gangline.chaos.sim.adversary import Adversary
 from gangline.chaos.sim.invariants import Violation
 from gangline.chaos.sim.loop import Process
 from gangline.chaos.sim.node import Habits, SimNode
@@ -123,6 +123,8 @@ class World:
         self._owner = 0
         self.owners: dict[int, int] = {}
         self.ending = False
+        #: when the last of what is set for later will have happened
+        self.until_s = 0.0
         self.healed_at = 0.0
         self.ended_at = 0.0
         self.story: list[str] = []
@@ -192,7 +194,12 @@ class World:
     def revive(self, name: str, start: Any) -> None:
         """Begin the next life of a scheduler or an agent when it is time."""
         if not self.ending:
-            self.loop.call_later(self.restart_in.get(name, 1.0), start)
+            self.later(self.restart_in.get(name, 1.0), start)
+
+    def later(self, seconds: float, do: Callable[[], object]) -> None:
+        """Do something before faults are over for good."""
+        self.until_s = max(self.until_s, self.loop.time() + seconds)
+        self.loop.call_later(seconds, do)
 
     def is_gone(self, life: int) -> bool:
         """Tell whether a life of a scheduler, by its number, is over."""
@@ -383,7 +390,7 @@ class World:
     async def heal(self) -> None:
         """End all faults but those that last; what dies from now on does so because it was told to."""
         self.say("peace")
-        await asyncio.sleep(LONGEST_S + 1.0)  # what the adversary has set for later
+        await asyncio.sleep(max(0.0, self.until_s - self.loop.time()) + 0.5)  # what the adversary has set for later
         f = self.faults
         f.ambiguous_write = f.stale_read = f.watch_repeat = f.watch_older = f.watch_split = f.watch_cancel = f.watch_silent = 0.0
         f.watch_late_s, f.unavailable, f.no_space = 0.0, False, False

@@ -28,6 +28,7 @@ WITHIN = {
     "double-start": ("small", 5, ("S6",)),
     "gone-before-dead": ("small", 10, ("S6",)),
     "no-barrier": ("small", 5, ("S13",)),
+    "pid-reuse": ("cuts", 20, ("run:",)),
 }
 _ROOT = Path(__file__).parents[2]
 
