@@ -28,7 +28,7 @@ _ROUNDS = 64
 
 _DECIDED = (
     ev.ElementsQueued, ev.GangPlaced, ev.GangsDeferred, ev.GangReserved, ev.GangReleased, ev.GangRestarting, ev.RankRestarting,
-    ev.GangPreempting, ev.GangResizing, ev.GangRequeued, ev.GangFinished, ev.ReservationBegun, ev.RankSlow, ev.HealthChanged,
+    ev.GangPreempting, ev.GangResizing, ev.GangRequeued, ev.GangFinished, ev.ReservationBegun,
 )  # fmt: skip
 
 

@@ -41,10 +41,6 @@ def moved(event: ev.LogEvent) -> ev.LogEvent:
         case ev.ReservationDeclared():
             kept = event.reservation
             return _replace(event, reservation=_replace(kept, start_ms=_time(kept.start_ms), end_ms=_time(kept.end_ms)))
-        case ev.HealthReported():
-            return _replace(event, symptoms=tuple(_replace(s, at_ms=_time(s.at_ms)) for s in event.symptoms))
-        case ev.HealthChanged():
-            return _replace(event, until_ms=_time(event.until_ms), message="")
         case ev.GangPlaced():
             return _replace(event, reason="")
         case ev.GangsDeferred() | ev.GangFinished() | ev.RankRestarting():
