@@ -135,6 +135,12 @@ class Adversary:
         node.gpus = node.gpus | {gpu: not node.gpus[gpu]}
         node.wake()
 
+    def fault_gpu_error(self) -> None:
+        """The driver of a node reports an error of a GPU, or that it is too hot: it may cost the GPU, or be the job's own doing."""
+        node = self._node()
+        gpu = self.rng.choice(sorted(node.gpus))
+        node.report_error(gpu, self.rng.choice((79, 48, 94, 74, 31, 13, 0)))
+
     def fault_administer(self) -> None:
         """An operator drains or cordons a node, takes that back, or says that it is dead."""
         node = self._node()

@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from gangline.chaos.sim.loop import Process
-from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, Gpu, Observed, Registration
+from gangline.core.model.documents import Desired, DesiredGang, DesiredRank, Gpu, GpuReport, Observed, Registration, XidCount
 from gangline.core.model.gpushares import GpuShare
 from gangline.core.model.spec import JobSpec
 from gangline.core.store.api import Ambiguous, StoreError
@@ -99,6 +99,8 @@ class SimNode:
         self.failures: list[BaseException] = []
         self.boot, self.installed = 1, 1
         self.gpus = dict.fromkeys(range(gpus), True)
+        #: by GPU: how often the driver has seen each error since boot
+        self.errors: dict[int, dict[int, int]] = {}
         self.fence = SimFence(self._fall)
         self.gangs: dict[str, LocalGang] = {}
         self.specs: dict[str, JobSpec] = {}
@@ -140,6 +142,22 @@ class SimNode:
         made = f"{self.name}-{self.installed}"
         return {i: Gpu(i, f"{made}-{i}", "H100", 80_000, healthy, "H100", (i // 2,)) for i, healthy in self.gpus.items()}
 
+    def report_error(self, gpu: int, number: int) -> None:
+        """The driver has seen this Xid of a GPU, or, for 0, that it is slowed down for heat or not any more."""
+        found = self.errors.setdefault(gpu, {})
+        found[number] = found.get(number, 0) + 1
+        self.wake()
+
+    def _reports(self) -> tuple[GpuReport, ...]:
+        uuids = {i: gpu.uuid for i, gpu in self._facts().items()}
+        return tuple(
+            GpuReport(
+                uuids[gpu], xids=tuple(XidCount(n, count) for n, count in sorted(found.items()) if n),
+                slowed=("hw_thermal",) if found.get(0, 0) % 2 else (),
+            )
+            for gpu, found in sorted(self.errors.items())
+        )  # fmt: skip
+
     def crash(self, *, reinstalled: bool = False) -> None:
         """The host dies, and everything on it."""
         self.kill_agent()
@@ -149,6 +167,7 @@ class SimNode:
             ranks = tuple(msgspec.structs.replace(r, state="exited", cause="node_restart", exit_code=-9) if r.live else r for r in gang.ranks)
             self.gangs[job] = msgspec.structs.replace(gang, ranks=ranks, notice=None)
         self.boot += 1
+        self.errors = {}
         self.fence.reset()
         if reinstalled:
             self.installed += 1
@@ -320,7 +339,7 @@ class SimNode:
         reg = self.registration()
         return Observed(
             node=self.name, identity=reg.identity, boot_id=reg.boot_id, sequence=0, desired_index=self.desired.index,
-            epoch=self.desired.epoch, gangs=gangs, at_ms=int(self.loop.time() * 1000),
+            epoch=self.desired.epoch, gangs=gangs, at_ms=int(self.loop.time() * 1000), gpus=self._reports(),
         )  # fmt: skip
 
     def _changed(self) -> None:

@@ -42,6 +42,7 @@ from gangline.leader.commands import (
     Release,
     Reserve,
     SetBrake,
+    SetHealth,
     Stop,
     Submit,
     Unreserve,
@@ -412,6 +413,9 @@ class World:
             node.start_agent()
             node.wake()
             node.calm_down()
+            # Somebody looks after everything that was withdrawn: what was reported so far is settled.
+            for device in ("", *(gpu.uuid for gpu in node.registration().gpus)):
+                await self._within(60, "nodes are put back", self.ask(SetHealth(name, device, "healthy", by="operator")))
             await self._within(60, "nodes are put back", self.ask(Administer(name, "uncordon")))
             await self._within(60, "nodes are put back", self.ask(Administer(name, "undrain")))
         await self._within(60, "the brake is released", self.ask(SetBrake(False, by="operator")))
