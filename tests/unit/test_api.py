@@ -22,6 +22,7 @@ from gangline.core.model.codec import Frame, decode_frame, encode_event, encode_
 from gangline.core.model.documents import Gpu, Registration
 from gangline.core.model.events import LogEvent, PlacedPart, PlacedRank, RankExit
 from gangline.core.model.fold import apply, apply_frame, seal
+from gangline.core.model.health import Symptom
 from gangline.core.model.state import State
 from gangline.leader import api_plan
 from gangline.leader.api import ApiOptions, CannotListen, Listener, check_listen, serve
@@ -597,6 +598,31 @@ async def test_bad_words_about_nodes(api: Api, body: Any, pointer: str) -> None:
     status, answer, _ = await api("POST", "/v1/nodes/n1:drain", body)
     assert (status, answer["errors"][0]["pointer"]) == (400, pointer)
     assert api.scheduler.state.index == 2
+
+
+async def test_health_of_a_node_with_its_evidence_and_a_word_about_it(api: Api) -> None:
+    reg = registration("n1")
+    uuid = reg.gpus[1].uuid
+    symptom = Symptom("xid-48", 1000, 5, "Xid 48 (bad memory)", "reset_gpu", fatal=True)
+    await api.scheduler.write(ev.NodeJoined(registration=reg), ev.HealthReported(node="n1", device=uuid, symptoms=(symptom,)))
+    status, body, _ = await api("GET", "/v1/nodes/n1/health")
+    assert (status, body["state"], body["deaths"]) == (200, "healthy", [])
+    (ailment,) = body["ailments"]
+    assert (ailment["gpu"], ailment["index"], ailment["symptoms"][0]["action"]) == (uuid, 1, "reset_gpu")
+    # Not withdrawn yet: nobody works on it.
+    status, body, _ = await api("POST", "/v1/nodes/n1/health", {"state": "repair", "gpu": "1"})
+    assert (status, body["code"]) == (409, "not_withdrawn")
+    status, body, _ = await api("POST", "/v1/nodes/n1/health", {"state": "quarantined", "gpu": "1", "reason": "fan"}, Gangline_User="ann")
+    assert (status, body["state"], body["ailments"][0]["by"]) == (200, "quarantined", "ann")
+    row = (await api("GET", "/v1/nodes/n1"))[1]
+    assert (row["health"], row["gpus_withdrawn"], row["spare"]) == ("quarantined", 1, False)
+    assert (await api("POST", "/v1/nodes/n1/health", {"state": "repair", "gpu": uuid}))[1]["state"] == "repair"
+    status, body, _ = await api("POST", "/v1/nodes/n1/health", {"state": "healthy", "gpu": uuid})
+    assert (status, body["state"], body["ailments"][0]["symptoms"][0]["past"]) == (200, "healthy", True)
+    assert (await api("POST", "/v1/nodes/n1/health", {"state": "well"}))[1]["errors"][0]["pointer"] == "/state"
+    status, body, _ = await api("POST", "/v1/nodes/n1/health", {"state": "healthy", "gpu": "77"})
+    assert (status, body["code"]) == (404, "no_such_gpu")
+    assert (await api("GET", "/v1/nodes/n9/health"))[0] == 404
 
 
 async def test_brake(api: Api) -> None:
