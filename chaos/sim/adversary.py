@@ -129,17 +129,14 @@ class Adversary:
             node.crash(reinstalled=True)
 
     def fault_break_gpu(self) -> None:
-        """A GPU breaks, or is well again."""
+        """A GPU breaks, or is well again; or its driver reports an error, which may cost the GPU or be the job's own doing, or too much heat."""
         node = self._node()
         gpu = self.rng.choice(sorted(node.gpus))
+        if self.rng.random() < 0.5:
+            node.report_error(gpu, self.rng.choice((79, 48, 94, 74, 31, 13, 0)))
+            return
         node.gpus = node.gpus | {gpu: not node.gpus[gpu]}
         node.wake()
-
-    def fault_gpu_error(self) -> None:
-        """The driver of a node reports an error of a GPU, or that it is too hot: it may cost the GPU, or be the job's own doing."""
-        node = self._node()
-        gpu = self.rng.choice(sorted(node.gpus))
-        node.report_error(gpu, self.rng.choice((79, 48, 94, 74, 31, 13, 0)))
 
     def fault_administer(self) -> None:
         """An operator drains or cordons a node, takes that back, or says that it is dead."""
