@@ -91,6 +91,15 @@ def test_a_file_becomes_its_declaration() -> None:
     assert parse_yaml(to_yaml(declared)) == declared
 
 
+def test_the_order_of_a_queue_is_its_own_or_that_of_the_nearest_above() -> None:
+    declared = parse_yaml("queues: {top: {order: least_attained, queues: {a: {}, b: {order: priority}}}, other: {}}")
+    assert parse_yaml(to_yaml(declared)) == declared
+    found = QueueTree(declared)
+    assert [found.order(path) for path in ("top/a", "top/b", "other")] == ["least_attained", "priority", "priority"]
+    with pytest.raises(BadJob, match="shortest_remaining"):
+        parse_yaml("queues: {top: {order: shortest}}")
+
+
 BAD = """\
 queues:
   research:
