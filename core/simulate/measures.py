@@ -127,9 +127,9 @@ class Measures(Observer):
             self.useful.append((job.trace.gpus, job.trace.duration_s, at_s - (job.first_ms - ZERO_MS) / 1000))
         self.last_s = max(self.last_s, at_s)
 
-    def moment(self, at_s: float, state: State) -> None:
+    def moment(self, at_s: float, state: State, held_back: int) -> None:
         """Take the amounts of this moment."""
-        waiting = len(state.queue)
+        waiting = len(state.queue) + held_back
         self.allocation.set(at_s, self.allocated)
         self.waiting.set(at_s, waiting)
         self.fragmentation.set(at_s, self.partly)

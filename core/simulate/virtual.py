@@ -15,6 +15,7 @@ A job is a gang of ranks. As many GPUs as fit on one node are one rank; more are
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -97,8 +98,8 @@ class Observer:
     def finished(self, at_s: float, job: Running, done: bool) -> None:
         """It has ended: all done, or cut off by its time limit."""
 
-    def moment(self, at_s: float, state: State) -> None:
-        """All of one moment has been decided."""
+    def moment(self, at_s: float, state: State, held_back: int) -> None:
+        """All of one moment has been decided; so many have arrived and not been submitted yet."""
 
 
 class Virtual:
@@ -149,12 +150,10 @@ class Virtual:
         following = next(coming, None)
         done = moments = 0
         due: int | None = None
+        held_back: deque[TraceJob] = deque()
         self._cycle()
         while True:
             submit_ms = None if following is None else max(self.now_ms, ZERO_MS + round(following.submit_s * 1000))
-            held_back = self.setup.one_at_a_time and bool(self.state.queue)
-            if held_back:
-                submit_ms = None
             self._fail_later()
             ahead = [at for at in (submit_ms, self._agenda[0][0] if self._agenda else None, due) if at is not None]
             if not ahead:
@@ -165,10 +164,14 @@ class Virtual:
                 _, _, what, job_id, generation = heappop(self._agenda)
                 what(job_id, generation)
             batch: list[ev.LogEvent] = []
-            while following is not None and not held_back and ZERO_MS + round(following.submit_s * 1000) <= self.now_ms:
-                batch.append(self._submit(following))
+            while following is not None and ZERO_MS + round(following.submit_s * 1000) <= self.now_ms:
+                if self.setup.one_at_a_time:
+                    held_back.append(following)
+                else:
+                    batch.append(self._submit(following))
                 following = next(coming, None)
-                held_back = self.setup.one_at_a_time
+            if held_back and not self.state.queue:
+                batch.append(self._submit(held_back.popleft()))
             if batch:
                 self._fold(batch)
             due = self._cycle()
@@ -178,7 +181,9 @@ class Virtual:
             look = next((after for after in LOOKS_MS if after > since_ms), None) if self.state.queue else None
             if look is not None:
                 due = min(at for at in (due, self._changed_ms + look) if at is not None)
-            self.watch.moment(self._seconds(), self.state)
+            if held_back and not self.state.queue:
+                due = self.now_ms  # the next one has its turn at once
+            self.watch.moment(self._seconds(), self.state, len(held_back))
             moments += 1
             if moments % 256 == 0:
                 ended = self.state.submitted - len(self.running)
