@@ -2,8 +2,8 @@
 
     python -m gangline.benchmarks.traces DIRECTORY [--quick]
 
-DIRECTORY has the traces, which are not part of this repository: `jobs_muri/`, `swf/`, `jobs_philly_chronus/` (docs/simulate.md says from where
-they are). What is not there is left out, and said so.
+DIRECTORY has the traces, which are not part of this repository: `jobs_muri/`, `swf/`, `jobs_philly_chronus/`, `openb/` (docs/simulate.md says
+from where they are). What is not there is left out, and said so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gangline.benchmarks import openb
 from gangline.core.simulate import jobs
 from gangline.core.simulate.protocols import Asked
 
@@ -39,6 +40,10 @@ def main(arguments: list[str]) -> int:
         make(where, quick, rows)
     sys.stdout.write("| trace | policy | ours | published | difference |\n|---|---|---|---|---|\n")
     sys.stdout.writelines(f"| {' | '.join(row)} |\n" for row in rows)
+    if (where / "openb").is_dir():
+        sys.stdout.write("\n")
+        for line in openb.table(where / "openb", openb.SEEDS[: 1 if quick else None]):
+            print(line, flush=True)
     return 0
 
 
