@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -43,18 +43,17 @@ from gangline.nodeagent.adoption import read_status
 
 pytestmark = [pytest.mark.process, pytest.mark.etcd]
 
-_clusters = itertools.count()
 TTL_S = 3.0
 FOREVER = "echo up; while :; do sleep 0.05; done"
 
 
 class World:
-    """One cluster name in an etcd, one node `n1`, and the leader's pen."""
+    """One cluster name in an etcd, never used before, one node `n1`, and the leader's pen."""
 
     def __init__(self, endpoint: str, root: Path) -> None:
         self.endpoint = endpoint
         self.root = root
-        self.cluster = f"agent-{os.getpid()}-{next(_clusters)}"
+        self.cluster = f"agent-{secrets.token_hex(6)}"
         self.keys = Keys(self.cluster)
         self.agents: list[subprocess.Popen[bytes]] = []
         self.index = 0
