@@ -11,29 +11,30 @@ from gangline.chaos.sim.many import Order, carry_out
 from gangline.chaos.sim.planted import PLANTED
 from gangline.core.store import log
 
-#: mistake → mix, seeds from 1 on within which it is found, assertions of which one sees it
+#: mistake → mix, seeds from 1 on within which it is found, assertions of which one sees it. What a seed plays changes with the rules that it
+#: plays by, so the bounds leave room: several times the seeds that were needed when they were set
 WITHIN = {
-    "index-plus-one": ("small", 5, ("S1", "S3")),
-    "resume-from-header": ("small", 10, ("run:",)),
-    "answered-before-commit": ("small", 15, ("S7",)),
-    "projected-before-commit": ("small", 5, ("S13",)),
-    "key-forgotten": ("small", 5, ("S3", "S7")),
-    "timers-lost": ("small", 20, ("run:",)),
-    "snapshot-without-field": ("small", 15, ("S3",)),
-    "restarts-not-counted": ("small", 5, ("S10",)),
-    "partial-gang": ("small", 5, ("S5",)),
-    "quota-counted-twice": ("tenants", 5, ("S3", "S9")),
-    "terminal-state-lost": ("small", 5, ("S8",)),
-    "fence-too-late": ("cuts", 30, ("S6",)),
-    "double-start": ("small", 5, ("S6",)),
-    "gone-before-dead": ("small", 10, ("S6",)),
-    "no-barrier": ("small", 5, ("S13",)),
-    "pid-reuse": ("cuts", 20, ("run:",)),
+    "index-plus-one": ("small", 20, ("S1", "S3")),
+    "resume-from-header": ("small", 30, ("run:",)),
+    "answered-before-commit": ("small", 40, ("S7",)),
+    "projected-before-commit": ("small", 20, ("S13",)),
+    "key-forgotten": ("small", 20, ("S3", "S7")),
+    "timers-lost": ("small", 50, ("run:",)),
+    "snapshot-without-field": ("small", 40, ("S3",)),
+    "restarts-not-counted": ("small", 20, ("S10",)),
+    "partial-gang": ("small", 20, ("S5",)),
+    "quota-counted-twice": ("tenants", 20, ("S3", "S9")),
+    "terminal-state-lost": ("small", 20, ("S8",)),
+    "fence-too-late": ("cuts", 60, ("S6",)),
+    "double-start": ("small", 20, ("S6",)),
+    "gone-before-dead": ("small", 30, ("S6",)),
+    "no-barrier": ("small", 20, ("S13",)),
+    "pid-reuse": ("cuts", 50, ("run:",)),
 }
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(900)  # processor time of up to 15 s, on a machine that may be busy
+@pytest.mark.timeout(900)  # processor time of up to a minute where the last seed finds it, on a machine that may be busy
 @pytest.mark.parametrize("name", WITHIN)
 def test_a_planted_mistake_is_found(name: str) -> None:
     mix, seeds, assertions = WITHIN[name]
