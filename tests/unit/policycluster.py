@@ -16,17 +16,20 @@ ROUNDS = 64
 class Cluster:
     """Folds events and decisions. `log` has all of them."""
 
-    def __init__(self, *nodes: str, gpus: int = 8) -> None:
+    #: log time at which it begins
+    BEGINS_MS = 1_000_000
+
+    def __init__(self, *nodes: str, gpus: int = 8, model: str = "H100") -> None:
         self.state = State()
-        self.now = 1_000_000
+        self.now = self.BEGINS_MS
         self.log: list[ev.LogEvent] = []
         self.add(ev.LeaderElected(scheduler="s"))
         for node in nodes:
-            self.join(node, gpus)
+            self.join(node, gpus, model)
 
-    def join(self, node: str, gpus: int = 8, model: str = "H100", **labels: str) -> None:
+    def join(self, node: str, gpus: int = 8, model: str = "H100", boot: str = "b", **labels: str) -> None:
         devices = tuple(Gpu(i, f"{node}-{i}", model, 80_000) for i in range(gpus))
-        self.add(ev.NodeJoined(registration=Registration(node, f"id-{node}", "b", node, "", devices, 64_000, 512_000, labels)))
+        self.add(ev.NodeJoined(registration=Registration(node, f"id-{node}", boot, node, "", devices, 64_000, 512_000, labels)))
 
     def add(self, *events: ev.LogEvent) -> None:
         for event in events:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
+import test_policy
 
 from gangline.core.model import events as ev
 from gangline.core.model.documents import DesiredRank, Gpu, Registration
@@ -30,18 +28,6 @@ from gangline.leader.rows import job_row, node_row, whole_job
 from gangline.leader.whyrows import why_row
 
 
-def _helpers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("policy_helpers", Path(__file__).with_name("test_policy.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HELPERS = _helpers()
-
-
 def join(c: Any, node: str, gpus: int = 2, model: str = "H100", links: int = 1, sick: tuple[int, ...] = ()) -> None:
     """A node whose GPUs hang in groups of `links`."""
     mig = model if model in MIG_LAYOUTS else ""
@@ -50,7 +36,7 @@ def join(c: Any, node: str, gpus: int = 2, model: str = "H100", links: int = 1, 
 
 
 def cluster(*models: str, gpus: int = 2, links: int = 1) -> Any:
-    c = HELPERS.Cluster()
+    c = test_policy.Cluster()
     for number, model in enumerate(models, 1):
         join(c, f"n{number}", gpus, model, links)
     return c
@@ -248,7 +234,7 @@ def test_a_start_is_estimated_for_parts() -> None:
     ],
 )
 def test_what_cannot_be_given_is_no_event(resources: Resources, gpus: tuple[int, ...], share: GpuShare | None) -> None:
-    c = HELPERS.Cluster()
+    c = test_policy.Cluster()
     join(c, "n1", gpus=4, sick=(3,))
     place(c, "six", asks(gpu_share_milli=600), (1,), GpuShare(600))
     place(c, "four", asks(mig="4g.40gb", mig_count=1), (2,), GpuShare(0, 0, (MigSlice(2, 0, 4, "4g.40gb"),)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
+import policycluster
 import pytest
 
 from gangline.core.model import events as ev
@@ -14,14 +13,8 @@ from gangline.core.model.spec import JobSpec, Resources
 from gangline.core.policy import evicting, order, session, victims
 from gangline.core.policy.decide import decide
 
-_spec = importlib.util.spec_from_file_location("policycluster", Path(__file__).with_name("policycluster.py"))
-assert _spec is not None
-assert _spec.loader is not None
-HELPERS = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(HELPERS)
 
-
-class Cluster(HELPERS.Cluster):  # type: ignore[name-defined, misc]
+class Cluster(policycluster.Cluster):
     """Cohorts a and b with a quota and limit of 8 GPUs each, and two queues of 4 below each; 32 GPUs, so that only limits are ever short."""
 
     def __init__(self, cohorts: str = "ab", leaves: str = "xy", quota: int = 4) -> None:
@@ -67,7 +60,7 @@ def test_only_work_below_the_full_limit_is_evicted(simulations: list[int]) -> No
     running = c.fill("a/x", 8)
     c.ask("late", "a/y", gpus=3)
     out = c.cycle()
-    gone = [e.job for e in HELPERS.of(out, ev.GangPreempting)]
+    gone = [e.job for e in policycluster.of(out, ev.GangPreempting)]
     assert len(gone) == 3
     assert set(gone) <= set(running)
     assert c.states(*others) == ["running"] * 8
@@ -81,7 +74,7 @@ def test_nobody_is_looked_at_when_nobody_below_the_limit_has_too_much(simulation
     c.fill("a/y", 4)
     c.ask("late", "a/y", gpus=1)
     c.ask("more", "a/x", gpus=1)
-    assert not HELPERS.of(c.cycle(), ev.GangPreempting)
+    assert not policycluster.of(c.cycle(), ev.GangPreempting)
     assert simulations == []
     assert (c.code("late"), c.code("more")) == ("over_limit", "over_limit")
 
@@ -147,6 +140,6 @@ def test_a_session_places_so_many_and_evicts_for_nobody_before_all_have_had_thei
     assert [type(e).__name__ for e in first] == ["GangPlaced"] * 3
     c.add(*first)
     out = c.cycle()
-    assert len(HELPERS.of(out, ev.GangPlaced)) == 5
-    assert not HELPERS.of(out, ev.GangPreempting)
+    assert len(policycluster.of(out, ev.GangPlaced)) == 5
+    assert not policycluster.of(out, ev.GangPreempting)
     assert c.code("over") == "over_limit"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import test_policy
 
 from gangline.core.model import events as ev
 from gangline.core.model.queues import Amounts, QueueSpec
@@ -17,24 +15,12 @@ from gangline.core.policy.decide import attend_to_all, decide, wake
 from gangline.core.policy.schedule import schedule
 
 
-def _helpers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("policy_helpers", Path(__file__).with_name("test_policy.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HELPERS = _helpers()
-
-
 class Story:
     """Random things happen to a cluster."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.c = HELPERS.Cluster("n1", "n2", "n3", "n4")
+        self.c = test_policy.Cluster("n1", "n2", "n3", "n4")
         if self.rng.random() < 0.5:
             self.declare()
         self.number = 0

@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import msgspec
+import policycluster
 import pytest
 
 from gangline.core.model import events as ev
-from gangline.core.model.documents import Gpu, Registration
-from gangline.core.model.fold import IllegalTransition, apply, seal
+from gangline.core.model.fold import IllegalTransition, apply
 from gangline.core.model.project import project
 from gangline.core.model.queues import Amounts, QueueSpec
 from gangline.core.model.spec import Elastic, Gang, JobSpec, Preemption, Resources, Restart, TopologyRequest
@@ -26,56 +26,10 @@ from gangline.core.policy.placing import Placer
 from gangline.core.policy.recovery import AVOID_MS, PREPARE_TIMEOUT_MS
 
 
-class Cluster:
-    """Folds events and decisions at a time that the test sets."""
+class Cluster(policycluster.Cluster):
+    """Its ranks end one by one."""
 
-    def __init__(self, *nodes: str, gpus: int = 8, model: str = "H100") -> None:
-        self.state = State()
-        self.now = 1_000
-        self.log: list[ev.LogEvent] = []
-        self.add(ev.LeaderElected(scheduler="s"))
-        for n in nodes:
-            self.join(n, gpus, model)
-
-    def join(self, node: str, gpus: int = 8, model: str = "H100", boot: str = "b", **labels: str) -> None:
-        devices = tuple(Gpu(i, f"{node}-{i}", model, 80_000) for i in range(gpus))
-        reg = Registration(node, f"id-{node}", boot, node, "", devices, 64_000, 512_000, labels)
-        self.add(ev.NodeJoined(registration=reg))
-
-    def add(self, *events: ev.LogEvent) -> None:
-        for e in events:
-            apply(self.state, e, self.state.index + 1, 1, self.now)
-            self.log.append(e)
-        seal(self.state, self.state.index + 1, bytes(32))
-
-    def submit(self, job: str, ranks: int = 1, gpus: int = 1, **more: object) -> None:
-        gang = more.pop("gang", Gang(ranks, ranks))
-        resources = more.pop("resources", Resources(gpus=gpus, cpus_milli=100))
-        self.add(ev.JobSubmitted(job=job, spec=JobSpec(("x",), gang=gang, resources=resources, **more)))  # type: ignore[arg-type]
-
-    def cycle(self) -> list[ev.LogEvent]:
-        wake(self.state, self.now)
-        out: list[ev.LogEvent] = []
-        while decisions := decide(self.state, self.now):
-            self.add(*decisions)
-            out += decisions
-        settle(self.state, self.now)
-        return out
-
-    def job(self, job: str) -> Job:
-        return self.state.jobs[job]
-
-    def run(self, job: str) -> None:
-        """Take a placed gang over the barrier to running."""
-        j = self.job(job)
-        if len(j.parts) > 1:
-            for n in j.nodes():
-                self.add(ev.NodePrepared(job=job, generation=j.generation, node=n, address=n, port=1))
-            self.cycle()
-        for n, part in j.parts.items():
-            waiting = tuple(r for r, rank in part.ranks.items() if not rank.started)
-            self.add(ev.RanksStarted(job=job, generation=j.generation, node=n, ranks=waiting))
-        assert j.state == "running"
+    BEGINS_MS = 1_000
 
     def end(self, job: str, rank: int, code: int = 0, cause: str = "") -> None:
         j = self.job(job)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import test_policy
 
 from gangline.core.model import events as ev
 from gangline.core.model.queues import Amounts, QueueSpec, Weights
@@ -24,19 +22,7 @@ from gangline.core.policy.shares import queues_with_shares
 HOUR_MS = 3_600_000
 
 
-def _helpers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("policy_helpers", Path(__file__).with_name("test_policy.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HELPERS = _helpers()
-
-
-class Cluster(HELPERS.Cluster):  # type: ignore[name-defined, misc]
+class Cluster(test_policy.Cluster):
     """A cluster with queues; jobs have users."""
 
     def __init__(self, *queues: QueueSpec, **gpus: int) -> None:

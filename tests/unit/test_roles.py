@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import test_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,24 +28,12 @@ from gangline.leader.queuerows import queue_rows
 from gangline.leader.rows import shown_spec, whole_job
 from gangline.nodeagent.environment import Here, rank_environment
 
-
-def _helpers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("policy_helpers", Path(__file__).with_name("test_policy.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HELPERS = _helpers()
-
 LEARNERS = Role("learner", Gang(2, 2), Resources(gpus=1, cpus_milli=2_000, memory_mib=1_000), command=("learn",))
 ACTORS = Role("actor", Gang(4, 4), Resources(cpus_milli=1_000, memory_mib=100), command=("act",), env={"A": "1"})
 
 
 def cluster(*nodes: str, gpus: int = 8, **labels: str) -> Any:
-    c = HELPERS.Cluster()
+    c = test_policy.Cluster()
     for node in nodes:
         c.join(node, gpus, **labels)
     return c
@@ -182,7 +168,7 @@ def test_each_rank_gets_what_its_role_asks_for() -> None:
     submit(c, "rl", LEARNERS, ACTORS)
     c.cycle()
     job = c.job("rl")
-    assert HELPERS.placement(c, "rl") == {"n1": [0, 1], "n2": [2, 3, 4, 5]}, "ranks without GPUs go where there are none"
+    assert test_policy.placement(c, "rl") == {"n1": [0, 1], "n2": [2, 3, 4, 5]}, "ranks without GPUs go where there are none"
     assert [[r.gpus for r in p.ranks.values()] for p in job.parts.values()] == [[(0,), (1,)], [(), (), (), ()]]
     assert job.holds() == (6, 2_000, 8_000, 2_400)
     held = [(n.holdings["rl"].cpus_milli, n.holdings["rl"].memory_mib) for n in c.state.nodes.values()]
@@ -195,7 +181,7 @@ def test_parts_are_in_the_order_of_their_lowest_ranks() -> None:
     c = cluster("n1", "n2", gpus=1)
     submit(c, "rl", LEARNERS, Role("actor", Gang(4, 4), Resources(cpus_milli=31_000)))
     c.cycle()
-    assert HELPERS.placement(c, "rl") == {"n1": [0, 2, 3], "n2": [1, 4, 5]}
+    assert test_policy.placement(c, "rl") == {"n1": [0, 2, 3], "n2": [1, 4, 5]}
     submit(c, "more", Role("a", Gang(2, 2), Resources()))
     c.cycle()
     assert c.job("more").state == "queued", "CPUs are counted by role"
@@ -229,7 +215,7 @@ def test_elastic_roles_start_smaller_and_say_so() -> None:
     c = cluster("n1", gpus=3)
     some = (Role("a", Gang(2, 1), Resources(gpus=1)), Role("b", Gang(4, 1), Resources(gpus=1)))
     submit(c, "e", *some)
-    placed = HELPERS.only(c.cycle(), ev.GangPlaced)
+    placed = test_policy.only(c.cycle(), ev.GangPlaced)
     assert placed.role_sizes == (2, 1) or placed.role_sizes == (1, 2)
     job = c.job("e")
     assert job.sizes() == placed.role_sizes
@@ -237,7 +223,7 @@ def test_elastic_roles_start_smaller_and_say_so() -> None:
     assert load_state(dump_state(c.state)).jobs["e"].sizes() == placed.role_sizes
     c.run("e")
     c.end("e", 0, code=1)
-    again = HELPERS.only([e for e in c.cycle() if isinstance(e, ev.GangPlaced)], ev.GangPlaced)
+    again = test_policy.only([e for e in c.cycle() if isinstance(e, ev.GangPlaced)], ev.GangPlaced)
     assert (again.role_sizes, again.parts) == (placed.role_sizes, placed.parts), "a restart in place keeps the roles"
 
 
@@ -248,7 +234,7 @@ def test_a_gang_that_is_placed_is_not_said_to_wait_for_more() -> None:
     c.cycle()
     c.run("low")
     submit(c, "high", Role("a", Gang(2, 1), Resources(gpus=1)), Role("b", Gang(2, 1), Resources(gpus=1)), priority=50)
-    assert HELPERS.only([e for e in c.cycle() if isinstance(e, ev.GangPreempting)], ev.GangPreempting).job == "low"
+    assert test_policy.only([e for e in c.cycle() if isinstance(e, ev.GangPreempting)], ev.GangPreempting).job == "low"
     c.end("low", 0)
     c.end("low", 1)
     found = c.cycle()
@@ -260,9 +246,9 @@ def test_replicas_that_have_no_room_are_left_out() -> None:
     c = cluster("n1", "n2", gpus=4)
     pair = (Role("p", Gang(1, 1), Resources(gpus=1)), Role("d", Gang(2, 2), Resources(gpus=1)))
     submit(c, "s", Role("engine", replicas=4, min_replicas=2, roles=pair, topology=TopologyRequest(required="hostname")))
-    placed = HELPERS.only(c.cycle(), ev.GangPlaced)
+    placed = test_policy.only(c.cycle(), ev.GangPlaced)
     assert placed.role_sizes == (1, 2, 1, 2, 0, 0, 0, 0)
-    assert HELPERS.placement(c, "s") == {"n1": [0, 1, 2], "n2": [3, 4, 5]}
+    assert test_policy.placement(c, "s") == {"n1": [0, 1, 2], "n2": [3, 4, 5]}
     row = {r.name: r for r in whole_job(c.job("s")).roles}
     assert (row["d"].ranks, row["d"].asked_ranks, row["d"].min_ranks, row["d"].replicas, row["d"].nodes) == (4, 8, 4, 2, ["n1", "n2"])
 
@@ -270,7 +256,7 @@ def test_replicas_that_have_no_room_are_left_out() -> None:
 def test_roles_are_placed_in_the_order_of_the_file() -> None:
     c = cluster("n1", gpus=3)
     submit(c, "e", Role("z", Gang(2, 1), Resources(gpus=1)), Role("a", Gang(4, 1), Resources(gpus=1)))
-    assert HELPERS.only(c.cycle(), ev.GangPlaced).role_sizes == (2, 1)
+    assert test_policy.only(c.cycle(), ev.GangPlaced).role_sizes == (2, 1)
 
 
 def test_nobody_leaves_for_replicas_that_a_job_can_do_without() -> None:
@@ -292,7 +278,7 @@ def test_nobody_leaves_for_replicas_that_a_job_can_do_without() -> None:
 
 
 def test_topologies_of_roles_hold_inside_of_that_of_the_job() -> None:
-    c = HELPERS.Cluster()
+    c = test_policy.Cluster()
     c.add(ev.QueuesDeclared(queues=(QueueSpec("default", quota=Amounts()),), topologies=(Topology("default", ("block", "rack")),)))
     for i in range(8):
         c.join(f"n{i}", 2, block=f"b{i // 4}", rack=f"r{i // 2}")
@@ -307,7 +293,7 @@ def test_topologies_of_roles_hold_inside_of_that_of_the_job() -> None:
 
 
 def test_a_role_is_in_its_rack_and_another_spread_over_all() -> None:
-    c = HELPERS.Cluster()
+    c = test_policy.Cluster()
     c.add(ev.QueuesDeclared(queues=(QueueSpec("default", quota=Amounts()),), topologies=(Topology("default", ("rack",)),)))
     for i in range(6):
         c.join(f"n{i}", 4, rack=f"r{i // 2}")
@@ -324,7 +310,7 @@ def test_a_role_is_in_its_rack_and_another_spread_over_all() -> None:
 @given(st.integers(2, 8), st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_ranks_of_a_role_enter_each_domain_once(nodes: int, gpus: int, sizes: list[int], random: Any) -> None:
     """Along the ring of ranks 0 → 1 → … → 0 the number of changes between domains is the least possible, on each level at once."""
-    c = HELPERS.Cluster()
+    c = test_policy.Cluster()
     levels = ("zone", "rack")
     c.add(ev.QueuesDeclared(queues=(QueueSpec("default", quota=Amounts()),), topologies=(Topology("default", levels),)))
     for i in random.sample(range(nodes), nodes):

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import test_policy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gangline.core.model import events as ev
 from gangline.core.model.queues import Amounts, Declaration, QueueSpec, QueueTree
+from gangline.core.model.spec import Gang, JobSpec, Resources
 from gangline.core.model.statecodec import dump_state, load_state
 from gangline.core.model.usage import LN2, Account, Usage, declared, faded, take_in, usage_of, usage_of_users, used_by
 
 HOUR_MS = 3_600_000
-
-
-def _helpers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("policy_helpers", Path(__file__).with_name("test_policy.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HELPERS = _helpers()
 
 
 @given(st.integers(0, 40 * HOUR_MS), st.integers(60_000, 366 * 24 * HOUR_MS))
@@ -63,7 +50,7 @@ class Story:
     """One queue tree with a half-life, a node of 8 GPUs, and jobs of users."""
 
     def __init__(self, half_life_s: float = 3600.0) -> None:
-        self.c = HELPERS.Cluster()
+        self.c = test_policy.Cluster()
         self.declare(half_life_s)
         self.c.join("n1")
 
@@ -75,7 +62,7 @@ class Story:
         self.c.add(ev.QueuesDeclared(queues=queues))
 
     def hold(self, job: str, queue: str, user: str, gpus: int) -> None:
-        spec = HELPERS.JobSpec(("x",), queue=queue, resources=HELPERS.Resources(gpus=gpus, cpus_milli=100))
+        spec = JobSpec(("x",), queue=queue, resources=Resources(gpus=gpus, cpus_milli=100))
         self.c.add(ev.JobSubmitted(job=job, spec=spec, user=user))
         self.c.cycle()
         assert self.c.job(job).state == "placed"
@@ -203,9 +190,9 @@ def test_accounts_hold_what_the_nodes_say(seed: int) -> None:
         jobs = [j for j in s.c.state.jobs.values() if j.active]
         match rng.randrange(6):
             case 0 | 1:
-                spec = HELPERS.JobSpec(
-                    ("x",), queue=rng.choice(["top/a", "top/b", "default"]), resources=HELPERS.Resources(gpus=rng.randrange(3), cpus_milli=100),
-                    gang=HELPERS.Gang(*[rng.randrange(1, 5)] * 2),
+                spec = JobSpec(
+                    ("x",), queue=rng.choice(["top/a", "top/b", "default"]), resources=Resources(gpus=rng.randrange(3), cpus_milli=100),
+                    gang=Gang(*[rng.randrange(1, 5)] * 2),
                 )  # fmt: skip
                 s.c.add(ev.JobSubmitted(job=f"j{number}", spec=spec, user=rng.choice(["ann", "bob", ""])))
             case 2 if jobs:
