@@ -5,7 +5,6 @@ A rank of the agent's own user, without limits, mounts or image has no box: it c
 
 from __future__ import annotations
 
-import grp
 import os
 import pwd
 
@@ -91,14 +90,6 @@ def user_of(spec: JobSpec, rules: NodeRules) -> User | None:
     if rules.ranks.refuse_root and (me if user is None else user.uid) == 0:
         raise Refused("this node does not run ranks as the superuser: name a user in the job (user), or give the node a default one")
     return user
-
-
-def group_name(gid: int) -> str:
-    """Return the name of a group, its number when it has none."""
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
 
 
 def limits_of(spec: JobSpec, rank: DesiredRank, rules: NodeRules) -> Limits:

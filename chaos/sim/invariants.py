@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from functools import reduce
 from itertools import pairwise
-from typing import Any
-
-import msgpack
 
 from gangline.chaos.sim.node import Run
 from gangline.core.model.arrays import size
 from gangline.core.model.gpushares import GpuUse, uses_of
 from gangline.core.model.state import Job, Node, State
-from gangline.core.model.statecodec import dump_state
 
 
 class Violation(AssertionError):
@@ -104,20 +100,6 @@ def check_accounts(state: State) -> None:
         users = state.usage.users.get(path)
         if users is not None and sum(user.held[0] for user in users.values()) != account.held[0]:
             raise Violation(f"index {state.index}: users of {path} hold other than it: {users}, {account}")
-
-
-def unpack_state(state: State) -> Any:
-    """Return the state as plain data."""
-    return msgpack.unpackb(dump_state(state), raw=False, strict_map_key=False)
-
-
-def different(a: Any, b: Any, at: str = "") -> list[str]:
-    """Where two unpacked states differ, the order of their maps included."""
-    if isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
-        return [d for k in a for d in different(a[k], b[k], f"{at}/{k}")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in different(x, y, f"{at}/{i}")]
-    return [] if a == b and not isinstance(a, dict) else [f"{at}: {a!r} and {b!r}"[:300]]
 
 
 def check_runs(runs: list[Run]) -> None:
