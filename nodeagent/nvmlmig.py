@@ -134,15 +134,21 @@ def _placement(handle: Any, info: Any, profile: str, start: int) -> Any:
     return starts[start]
 
 
-def _whole_compute(made: Any, slices: int) -> int:
-    """Return the id of the compute instance profile that takes all compute slices of a GPU instance."""
+def _compute_profiles(one: Any) -> Iterator[Any]:
+    """Yield what the driver says of each compute instance profile that the GPU instance has."""
     for number in range(nvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT):
         try:
-            info = nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(made, number, nvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED, version=2)
+            info = nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(one, number, nvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED, version=2)
         except nvml.NVMLError as e:
             if e.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
                 raise
             continue
+        yield info
+
+
+def _whole_compute(made: Any, slices: int) -> int:
+    """Return the id of the compute instance profile that takes all compute slices of a GPU instance."""
+    for info in _compute_profiles(made):
         if info.sliceCount == slices:
             return int(info.id)
     raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
@@ -162,13 +168,7 @@ def _unmake(handle: Any, start: int) -> None:
 
 
 def _compute_instances(one: Any) -> Iterator[Any]:
-    for number in range(nvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT):
-        try:
-            info = nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(one, number, nvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED, version=2)
-        except nvml.NVMLError as e:
-            if e.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
-                raise
-            continue
+    for info in _compute_profiles(one):
         count = ctypes.c_uint(max(1, info.instanceCount))
         some = (nvml.c_nvmlComputeInstance_t * count.value)()
         nvml.nvmlGpuInstanceGetComputeInstances(one, info.id, some, ctypes.byref(count))
